@@ -1,0 +1,153 @@
+"""Softmax attention in parts, so that no part has to see the whole cache.
+
+A part answers with its peak score, the mass under it and the weighted values; parts
+merge exactly. Cache pages, fresh tokens and dense caches are all read through this one
+function.
+
+Reference:
+    Milakov and Gimelshein, https://arxiv.org/abs/1805.02867; Dao et al., FlashAttention,
+    https://arxiv.org/abs/2205.14135
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from tfkv.layers.codecs.codec import Codec, Coded
+
+#: Stands for minus infinity: exp of it is 0, and it can be subtracted from itself.
+_FLOOR = -1e30
+
+
+class Partial(NamedTuple):
+    """Attention over a part of the keys.
+
+    Attributes:
+        peak: Highest visible score, ``[A, K, Q]``; very negative where none is visible.
+        mass: Sum of exp(score − peak), ``[A, K, Q]``.
+        output: Values weighted by exp(score − peak), ``[A, K, Q, H]``.
+    """
+
+    peak: tf.Tensor
+    mass: tf.Tensor
+    output: tf.Tensor
+
+
+def group_queries(queries: tf.Tensor, num_key_value_heads: int) -> tf.Tensor:
+    """``[A, T, N, H]`` to ``[A, K, Q, H]`` with Q = G·T, scaled by 1/√H.
+
+    Query heads that share a KV head become rows of one product; KV heads are never
+    repeated.
+    """
+    batch, width, heads, head_dim = queries.shape
+    batch = tf.shape(queries)[0] if batch is None else batch
+    width = tf.shape(queries)[1] if width is None else width
+    group = heads // num_key_value_heads
+    grouped = tf.reshape(queries, [batch, width, num_key_value_heads, group, head_dim])
+    grouped = tf.transpose(grouped, [0, 2, 3, 1, 4])
+    grouped = tf.reshape(grouped, [batch, num_key_value_heads, group * width, head_dim])
+    return grouped * tf.cast(head_dim**-0.5, queries.dtype)
+
+
+def ungroup_output(output: tf.Tensor, num_query_heads: int) -> tf.Tensor:
+    """``[A, K, Q, H]`` back to ``[A, T, N, H]``."""
+    batch, kv_heads, rows, head_dim = output.shape
+    batch = tf.shape(output)[0] if batch is None else batch
+    rows = tf.shape(output)[2] if rows is None else rows
+    group = num_query_heads // kv_heads
+    width = rows // group
+    split = tf.reshape(output, [batch, kv_heads, group, width, head_dim])
+    split = tf.transpose(split, [0, 3, 1, 2, 4])
+    return tf.reshape(split, [batch, width, num_query_heads, head_dim])
+
+
+def attend(
+    queries: tf.Tensor, keys: Coded, values: Coded, mask: tf.Tensor, codec: Codec
+) -> Partial:
+    """Attention of grouped queries over one part of the keys.
+
+    Args:
+        queries: ``[A, K, Q, H]`` of `group_queries`.
+        keys: Coded keys, parts ``[A, K, S, ...]``.
+        values: Coded values likewise.
+        mask: bool ``[A, T, S]``, from `tfkv.layers.masks`; Q is a multiple of T.
+        codec: How keys and values are written.
+    """
+    scores = codec.scores(queries, keys)
+    mask = _spread(mask, scores)
+    peak = tf.reduce_max(tf.where(mask, scores, _FLOOR), axis=-1)
+    weights = tf.where(mask, tf.exp(scores - peak[..., tf.newaxis]), 0.0)
+    return Partial(peak, tf.reduce_sum(weights, axis=-1), codec.mix(weights, values))
+
+
+def attention_weights(scores: tf.Tensor, mask: tf.Tensor) -> tf.Tensor:
+    """Softmax of ``scores [A, K, Q, S]`` over what ``mask [A, T, S]`` lets through."""
+    masked = tf.where(_spread(mask, scores), scores, _FLOOR)
+    return tf.nn.softmax(masked, axis=-1)
+
+
+def empty_partial(queries: tf.Tensor) -> Partial:
+    """The part that saw no key: the neutral element of `merge`."""
+    mass = tf.zeros_like(queries[..., 0])
+    return Partial(mass + _FLOOR, mass, tf.zeros_like(queries))
+
+
+def merge(first: Partial, second: Partial) -> Partial:
+    """Attention over both parts; exact, in any order."""
+    peak = tf.maximum(first.peak, second.peak)
+    left = tf.exp(first.peak - peak)
+    right = tf.exp(second.peak - peak)
+    return Partial(
+        peak,
+        first.mass * left + second.mass * right,
+        first.output * left[..., tf.newaxis] + second.output * right[..., tf.newaxis],
+    )
+
+
+def merge_by_owner(parts: Partial, owners: tf.Tensor, rows: int) -> Partial:
+    """Merges parts ``[A, ...]`` that belong to the same row into ``[rows, ...]``.
+
+    Args:
+        parts: One part for each page read.
+        owners: int32 ``[A]``, row of each page; −1 = nobody's.
+        rows: Batch size B.
+    """
+    if rows == 1:
+        peak = tf.reduce_max(parts.peak, axis=0, keepdims=True)
+        share = tf.exp(parts.peak - peak)
+        return Partial(
+            peak,
+            tf.reduce_sum(parts.mass * share, axis=0, keepdims=True),
+            tf.reduce_sum(parts.output * share[..., tf.newaxis], axis=0, keepdims=True),
+        )
+    owned = tf.range(rows)[:, tf.newaxis] == owners[tf.newaxis, :]
+    by_row = owned[:, :, tf.newaxis, tf.newaxis]
+    peak = tf.reduce_max(tf.where(by_row, parts.peak[tf.newaxis], _FLOOR), axis=1)
+    share = tf.exp(parts.peak - tf.gather(peak, tf.maximum(owners, 0)))
+    share = tf.where((owners >= 0)[:, tf.newaxis, tf.newaxis], share, 0.0)
+    owned = tf.cast(owned, parts.output.dtype)
+
+    def collect(x: tf.Tensor) -> tf.Tensor:
+        flat = tf.reshape(x, [x.shape[0], -1])
+        return tf.reshape(tf.matmul(owned, flat), [rows, *x.shape[1:]])
+
+    return Partial(
+        peak,
+        collect(parts.mass * share),
+        collect(parts.output * share[..., tf.newaxis]),
+    )
+
+
+def normalize(partial: Partial) -> tf.Tensor:
+    """Attention output ``[A, K, Q, H]``; 0 where a query saw nothing."""
+    mass = partial.mass[..., tf.newaxis]
+    return partial.output / tf.maximum(mass, tf.cast(1e-30, mass.dtype))
+
+
+def _spread(mask: tf.Tensor, scores: tf.Tensor) -> tf.Tensor:
+    """``mask [A, T, S]`` for ``scores [A, K, G·T, S]``: the G heads of a group share it."""
+    width = mask.shape[-2] if mask.shape[-2] is not None else tf.shape(mask)[-2]
+    rows = scores.shape[-2] if scores.shape[-2] is not None else tf.shape(scores)[-2]
+    return tf.tile(mask[:, tf.newaxis], [1, 1, rows // width, 1])

@@ -1,0 +1,32 @@
+"""Attention masks, made from positions. No other module makes one."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+
+def visible(
+    query_positions: tf.Tensor,
+    key_positions: tf.Tensor,
+    first_visible: tf.Tensor | None = None,
+    sinks: int = 0,
+) -> tf.Tensor:
+    """Which keys each query may see.
+
+    Args:
+        query_positions: int32 ``[..., T]``, absolute; −1 marks padding, which sees nothing.
+        key_positions: int32 ``[..., S]``, absolute; −1 marks an empty entry.
+        first_visible: int32 ``[..., T]``, oldest position that each query sees apart from
+            the sinks; 0 where left out.
+        sinks: The first positions, seen by every query.
+
+    Returns:
+        bool ``[..., T, S]``: stored, not in the future, and recent enough or a sink.
+    """
+    queries = query_positions[..., :, tf.newaxis]
+    keys = key_positions[..., tf.newaxis, :]
+    seen = (keys >= 0) & (keys <= queries)
+    if first_visible is None:
+        return seen
+    recent = keys >= first_visible[..., :, tf.newaxis]
+    return seen & (recent | (keys < sinks)) if sinks else seen & recent

@@ -1,0 +1,17 @@
+"""Policies by name. A new one is one file and one line here."""
+
+from __future__ import annotations
+
+from tfkv.layers.policies.cache_policy import CachePolicy
+from tfkv.layers.policies.dense import Dense
+from tfkv.layers.policies.sliding_window import SlidingWindow
+
+POLICIES: dict[str, type[CachePolicy]] = {
+    policy.name: policy
+    for policy in (
+        Dense,
+        SlidingWindow,
+    )
+}
+
+__all__ = ["POLICIES", "CachePolicy", "Dense", "SlidingWindow"]

@@ -1,0 +1,72 @@
+"""What a cache retains: the interface of every policy."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+
+import tensorflow as tf
+
+from tfkv.layers.entry_layout import EntryLayout
+
+
+@dataclasses.dataclass(frozen=True)
+class CachePolicy(abc.ABC):
+    """Decides which tokens of a session stay, and which of them a query sees.
+
+    A policy owns no keys or values and no variables; it is pure arithmetic on positions,
+    so that dense stores and pages share it.
+
+    Class attributes:
+        name: Its name in a cache string.
+        shareable: Whether a stored page depends on the tokens before it alone, so that
+            sessions may share it.
+        chunk_invariant: Whether the result is the same however the prompt is cut.
+    """
+
+    name = ""
+    shareable = True
+    chunk_invariant = True
+
+    @abc.abstractmethod
+    def layout(self, capacity: int, slack: int, page_size: int = 1) -> EntryLayout:
+        """Entries of a session.
+
+        Args:
+            capacity: Most tokens the session stores where the policy does not say.
+            slack: Tokens of the largest chunk; so many can be taken back.
+            page_size: Entries and sinks are multiples of it (axis C).
+        """
+
+    @abc.abstractmethod
+    def first_visible(self, positions: tf.Tensor) -> tf.Tensor:
+        """Oldest position that a query at each of `positions` sees, sinks apart; int32."""
+
+    @property
+    def sinks(self) -> int:
+        """First positions that every query sees."""
+        return 0
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the session may outgrow its entries without losing what it needs."""
+        return False
+
+    def rollback(self, layout: EntryLayout) -> int:
+        """Tokens that can be taken back; −1 = all."""
+        del layout
+        return -1
+
+    def __str__(self) -> str:
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        given = [
+            f"{name}={getattr(self, name)}"
+            for name, default in defaults.items()
+            if getattr(self, name) != default
+        ]
+        return f"{self.name}({','.join(given)})" if given else self.name
+
+
+def round_up(number: int, multiple: int) -> int:
+    """The least multiple of `multiple` that is not below `number`."""
+    return -(-number // multiple) * multiple
