@@ -20,10 +20,10 @@ HEADER = """\
 def frozen(environment: str) -> dict[str, str]:
     """Name to version of the released packages in an environment; editable ones are left out."""
     python = pathlib.Path(environment) / "bin" / "python"
-    command = [str(python), "-m", "pip", "freeze", "--exclude-editable", "--all"]
+    command = [str(python), "-m", "pip", "freeze", "--exclude-editable"]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     pairs = (line.split("==") for line in output.splitlines() if "==" in line)
-    return {name: version for name, version in pairs if name not in ("pip", "tfkv")}
+    return {name: version for name, version in pairs if name != "tfkv"}
 
 
 def main(environments: list[str]) -> int:

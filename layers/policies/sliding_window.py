@@ -24,7 +24,7 @@ class SlidingWindow(CachePolicy):
 
     Args:
         window: Tokens seen, the query itself included; at least 1.
-        num_sinks: First tokens that are never dropped.
+        sinks: First tokens that are never dropped.
 
     Raises:
         ConfigError: A value is out of range.
@@ -36,17 +36,13 @@ class SlidingWindow(CachePolicy):
 
     name = "sliding_window"
     window: int = 1024
-    num_sinks: int = 0
+    sinks: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("window", 1), ("num_sinks", 0)):
+        for name, least in (("window", 1), ("sinks", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or value < least:
                 raise ConfigError(f"`{name}` must be at least {least}. Received: {name}={value!r}.")
-
-    @property
-    def sinks(self) -> int:
-        return self.num_sinks
 
     @property
     def bounded(self) -> bool:
@@ -54,7 +50,7 @@ class SlidingWindow(CachePolicy):
 
     def layout(self, capacity: int, slack: int, page_size: int = 1) -> EntryLayout:
         del capacity
-        sinks = round_up(self.num_sinks, page_size)
+        sinks = round_up(self.sinks, page_size)
         return EntryLayout(sinks + round_up(self.window + slack, page_size), sinks)
 
     def first_visible(self, positions: tf.Tensor) -> tf.Tensor:
