@@ -34,9 +34,11 @@ def from_keras_nlp(model: Any, context_length: int = 2048) -> ModelSource:
     computes in float32 whatever the model's compute dtype was.
 
     The tokenizer comes along if the model has a preprocessor whose tokenizer is a
-    ``BytePairTokenizer`` or ``Llama3Tokenizer``, as it cuts text eagerly. The SentencePiece
-    ``LlamaTokenizer``, another subclass, and one made with
-    ``_allow_python_workflow=False`` (TensorFlow text ops cut text differently) give
+    ``Llama3Tokenizer`` or a plain ``BytePairTokenizer``; text is cut into words as in
+    Llama 3 and GPT-2 respectively, as the weights were trained. (keras-nlp 0.32 itself cuts
+    like GPT-2 in ``tf.data`` and, called eagerly, not at all, since it passes its pattern
+    to ``tokenizers`` as a literal string; ids of numbers and newlines can differ from
+    these.) The SentencePiece ``LlamaTokenizer`` and other classes give
     ``tokenizer_json=None``; set it with ``dataclasses.replace``.
 
     Args:
@@ -206,18 +208,19 @@ def _vocabulary(preprocessor: Any) -> BpeVocabulary | None:
     from keras_hub import tokenizers
 
     tokenizer = preprocessor.tokenizer
-    convertible = type(tokenizer) in (tokenizers.BytePairTokenizer, tokenizers.Llama3Tokenizer)
-    eager = getattr(tokenizer, "_allow_python_workflow", True)
-    if not (convertible and eager) or tokenizer.vocabulary is None:
+    cuts = {tokenizers.Llama3Tokenizer: "llama-bpe", tokenizers.BytePairTokenizer: "gpt-2"}
+    cut = cuts.get(type(tokenizer))
+    if cut is None or tokenizer.vocabulary is None:
         return None
-    merges = [line.split(" ") for line in tokenizer.merges if "#version:" not in line]
+    lines = [line.split(" ") for line in tokenizer.merges if "#version:" not in line]
     adds_start = getattr(preprocessor, "add_start_token", False)
     return BpeVocabulary(
         tokens=dict(tokenizer.vocabulary),
-        merges=[(left, right) for left, right in merges],
+        merges=[(left, right) for left, right in lines],
         special=list(tokenizer.unsplittable_tokens or ()),
-        pre_tokenizer="llama-bpe",  # whatever the vocabulary: keras-nlp knows no other
+        pre_tokenizer=cut,
         add_prefix_space=tokenizer.add_prefix_space,
+        ignore_merges=cut == "llama-bpe",
         bos=getattr(tokenizer, "start_token", None) if adds_start else None,
     )
 
