@@ -31,9 +31,10 @@ test-all: lint $(VENV)/test.stamp ## Lint, and every test.
 	$(VENV)/bin/pytest $(PYTEST_ARGS)
 
 lint: $(LINT_VENV)/lint.stamp ## ruff (rules and format) and mypy.
-	$(LINT_VENV)/bin/ruff check
-	$(LINT_VENV)/bin/ruff format --check
-	$(LINT_VENV)/bin/python tools/typecheck.py
+	@failed=0; \
+	for tool in "ruff check" "ruff format --check" "python tools/typecheck.py"; do \
+		echo "$$tool"; $(LINT_VENV)/bin/$$tool || failed=1; \
+	done; exit $$failed
 
 format: $(LINT_VENV)/lint.stamp ## Applies ruff's fixes and format.
 	$(LINT_VENV)/bin/ruff check --fix-only
