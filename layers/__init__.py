@@ -2,3 +2,38 @@
 
 Names are imported on first use, so that reading one module does not load all.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_MODULES = {
+    "CacheSpec": "cache_spec",
+    "CacheView": "cache_view",
+    "CachedMultiHeadAttention": "cached_multi_head_attention",
+    "DecoderBlock": "decoder_block",
+    "DenseStore": "dense_store",
+    "EntryLayout": "entry_layout",
+    "RMSNorm": "rms_norm",
+}
+
+__all__ = [
+    "CacheSpec",
+    "CacheView",
+    "CachedMultiHeadAttention",
+    "DecoderBlock",
+    "DenseStore",
+    "EntryLayout",
+    "RMSNorm",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -77,7 +77,10 @@ def attend(
     """
     scores = codec.scores(queries, keys)
     mask = _spread(mask, scores)
-    peak = tf.reduce_max(tf.where(mask, scores, _FLOOR), axis=-1)
+    # Masked before exp as well as after: a hidden score far above the peak would overflow,
+    # and 0 times its infinite slope is NaN when trained.
+    scores = tf.where(mask, scores, _FLOOR)
+    peak = tf.reduce_max(scores, axis=-1)
     weights = tf.where(mask, tf.exp(scores - peak[..., tf.newaxis]), 0.0)
     return Partial(peak, tf.reduce_sum(weights, axis=-1), codec.mix(weights, values))
 

@@ -12,7 +12,9 @@ from tfkv.errors import ConfigError
 from tfkv.layers.codecs import CODECS, Codec
 from tfkv.layers.policies import POLICIES, CachePolicy
 
-_PATTERN = re.compile(r"^\s*(?P<name>\w+)\s*(?:\((?P<args>[^()]*)\))?\s*(?:\+\s*(?P<codec>\w+))?\s*$")
+_PATTERN = re.compile(
+    r"^\s*(?P<name>\w+)\s*(?:\((?P<args>[^()]*)\))?\s*(?:\+\s*(?P<codec>\w+))?\s*$"
+)
 
 
 @dataclasses.dataclass(frozen=True)

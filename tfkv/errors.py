@@ -16,6 +16,10 @@ class ConfigError(TfkvError, ValueError):
     """A configuration value is out of range, or two values do not fit together."""
 
 
+class CacheError(TfkvError, ValueError):
+    """Tokens do not fit a cache, or do not continue what it holds; it was left unchanged."""
+
+
 class ModelSourceError(TfkvError, ValueError):
     """A model source is unsupported, damaged or inconsistent with itself."""
 

@@ -53,9 +53,7 @@ class Codec(abc.ABC):
 
     def bytes_per_token(self, head_dim: int) -> int:
         """Bytes that one token takes in one KV head of keys, or of values; exact."""
-        return sum(
-            math.prod(part.shape) * part.dtype.size for part in self.spec(head_dim).values()
-        )
+        return sum(math.prod(part.shape) * part.dtype.size for part in self.spec(head_dim).values())
 
     def round_trip(self, x: tf.Tensor) -> tf.Tensor:
         """What ``x`` will read as once stored, in x's dtype."""

@@ -1,0 +1,258 @@
+"""Multi-head attention that continues a session from a cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfkv.errors import CacheError, ConfigError
+from tfkv.layers import attention, masks
+from tfkv.layers.cache_spec import CacheSpec
+from tfkv.layers.codecs import Codec, Coded, FloatCodec
+from tfkv.layers.dense_store import DenseStore, State
+from tfkv.layers.positions import consecutive_positions, first_position
+from tfkv.layers.rotary import rotary_angles, rotate
+
+#: How a chunk that was never stored is written.
+_FLOAT32 = FloatCodec("float32")
+
+
+@keras.saving.register_keras_serializable(package="tfkv")
+class CachedMultiHeadAttention(keras.layers.Layer):
+    """Causal multi-head, grouped-query or multi-query attention with a KV cache.
+
+    Choose it in place of `keras.layers.MultiHeadAttention` in a decoder that is to be
+    served. Without a state it is plain causal attention, for training. With one, a chunk
+    of any length continues each row's session; the state comes back updated and nothing is
+    kept in the layer, so that it traces, compiles and exports like any other.
+
+    What a query sees follows from positions alone and is the same on both paths: a policy
+    with a window is trained with that window. A chunk reads its own keys and values as the
+    codec writes them, so that it makes no difference how a prompt is cut.
+
+    Keys are stored after RoPE at their true positions, KV heads are never repeated, and
+    scores and softmax are float32 whatever the compute dtype. Weights are named and shaped
+    as in keras-nlp: ``query/kernel [D, N, H]``, ``key/kernel [D, K, H]``,
+    ``value/kernel [D, K, H]``, ``attention_output/kernel [N, H, D]``.
+
+    Args:
+        num_heads: Query heads (axis N).
+        key_dim: Width of a head (axis H); even where `rope_max_wavelength` is given.
+        num_key_value_heads: KV heads (axis K), a divisor of `num_heads`; all of them where
+            left out.
+        rope_max_wavelength: RoPE base ("theta"); None = no rotation.
+        cache: What the cache keeps and how it is written: ``"dense"``,
+            ``"sliding_window(window=512,sinks=4)+int8"``, or a `CacheSpec`.
+        capacity: Most tokens of a session, where the policy does not bound them.
+        slack: Tokens that a window keeps beyond what it shows, so that as many can be
+            taken back.
+        use_bias: Whether the four projections add a bias.
+        kernel_initializer: Of the four kernels.
+
+    Call arguments:
+        x: ``[B, T, D]``.
+        positions: int32 ``[B, T]``, absolute, −1 = padding. Where left out, each row's
+            tokens follow on what its session holds. Positions before its end take back
+            what was there.
+        state: As of `init_state` or of the call before; None = no cache.
+        training: Whether the call is part of training, which has no state.
+        mask: bool ``[B, T]``, False = padding; Keras fills it in from a layer that makes
+            one.
+
+    Returns:
+        ``(output, state)``: ``[B, T, D]`` in the compute dtype, and the state after the
+        chunk, of the same spec (None where none was given). Outputs of padding are
+        meaningless.
+
+    Raises:
+        ConfigError: An argument is out of range, or the cache string cannot be read.
+        CacheError: In eager mode, tokens do not continue a session or do not fit;
+            `DenseStore` says what happens in a graph. Or training with a state.
+
+    Example:
+        >>> layer = CachedMultiHeadAttention(8, 64, 2, rope_max_wavelength=1e4, capacity=256)
+        >>> state = layer.init_state(batch_size=1)
+        >>> prompt, token = tf.random.normal([1, 5, 512]), tf.random.normal([1, 1, 512])
+        >>> output, state = layer(prompt, state=state)
+        >>> output, state = layer(token, state=state)
+
+    Reference:
+        Ainslie et al., GQA, https://arxiv.org/abs/2305.13245; Su et al., RoFormer,
+        https://arxiv.org/abs/2104.09864
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        key_dim: int,
+        num_key_value_heads: int | None = None,
+        rope_max_wavelength: float | None = None,
+        cache: CacheSpec | str = "dense",
+        capacity: int = 2048,
+        slack: int = 0,
+        use_bias: bool = False,
+        kernel_initializer: Any = "glorot_uniform",
+        **kwargs: Any,
+    ) -> None:
+        # Keras would cast the float tensors of a state to the compute dtype.
+        super().__init__(autocast=False, **kwargs)
+        _require_tensorflow()
+        self.num_heads = num_heads
+        self.key_dim = key_dim
+        self.num_key_value_heads = num_heads if num_key_value_heads is None else num_key_value_heads
+        self.rope_max_wavelength = rope_max_wavelength
+        self.capacity = capacity
+        self.slack = slack
+        self.use_bias = use_bias
+        self.kernel_initializer = keras.initializers.get(kernel_initializer)
+        self.supports_masking = True
+        self._check()
+        self.store = DenseStore(cache, self.num_key_value_heads, key_dim, capacity, slack)
+        self.cache = self.store.cache
+
+    def _check(self) -> None:
+        heads, shared = self.num_heads, self.num_key_value_heads
+        for name, value in (("num_heads", heads), ("num_key_value_heads", shared)):
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(
+                    f"`{name}` must be an integer of at least 1. Received: {name}={value!r}."
+                )
+        if heads % shared:
+            raise ConfigError(
+                f"`num_heads` must be a multiple of num_key_value_heads={shared}. "
+                f"Received: num_heads={heads}."
+            )
+        if self.rope_max_wavelength is not None and self.key_dim % 2:
+            raise ConfigError(f"`key_dim` must be even for RoPE. Received: key_dim={self.key_dim}.")
+
+    def build(self, input_shape: tuple[int | None, ...]) -> None:
+        hidden_dim = input_shape[-1]
+        head_shape = (None, None, self.num_heads, self.key_dim)
+        self.query = self._project("btd,dnh->btnh", head_shape[1:], "nh", "query")
+        head_shape_kv = (None, self.num_key_value_heads, self.key_dim)
+        self.key = self._project("btd,dkh->btkh", head_shape_kv, "kh", "key")
+        self.value = self._project("btd,dkh->btkh", head_shape_kv, "kh", "value")
+        output_shape = (None, hidden_dim)
+        self.attention_output = self._project(
+            "btnh,nhd->btd", output_shape, "d", "attention_output"
+        )
+        for projection in (self.query, self.key, self.value):
+            projection.build((None, None, hidden_dim))
+        self.attention_output.build(head_shape)
+
+    def _project(
+        self, equation: str, output_shape: tuple[int | None, ...], bias_axes: str, name: str
+    ) -> keras.layers.EinsumDense:
+        config = keras.initializers.serialize(self.kernel_initializer)
+        return keras.layers.EinsumDense(
+            equation,
+            output_shape=output_shape,
+            bias_axes=bias_axes if self.use_bias else None,
+            kernel_initializer=keras.initializers.deserialize(config),
+            dtype=self.dtype_policy,
+            name=name,
+        )
+
+    def get_state_spec(self, batch_size: int) -> dict[str, tf.TensorSpec]:
+        """Shape and dtype of every tensor of the state."""
+        return self.store.spec(batch_size)
+
+    def init_state(self, batch_size: int) -> State:
+        """The state of empty sessions."""
+        return self.store.init(batch_size)
+
+    def call(
+        self,
+        x: tf.Tensor,
+        positions: tf.Tensor | None = None,
+        state: State | None = None,
+        training: bool = False,
+        mask: tf.Tensor | None = None,
+    ) -> tuple[tf.Tensor, State | None]:
+        if training and state is not None:
+            raise CacheError(
+                "`state` must be None in training: codes have no gradient. Received: "
+                "training=True and a state. Leave out `state`, or pass training=False."
+            )
+        # Beside a second tensor argument Keras does not fill in `mask` by itself.
+        mask = getattr(x, "_keras_mask", None) if mask is None else mask
+        x = tf.cast(x, self.compute_dtype)
+        positions = self._positions(x, positions, state, mask)
+        queries, keys, values = self._project_in(x, positions)
+        codec = _FLOAT32 if state is None else self.cache.codec
+        keys, values = codec.encode(keys), codec.encode(values)
+        part = self._attend(queries, positions, keys, values, positions, codec)
+        if state is not None:
+            view = self.store.view(state, before=first_position(positions))
+            old = self._attend(queries, positions, *view, codec)
+            part = attention.merge(old, part)
+            state = self.store.write(state, positions, keys, values)
+        mixed = attention.ungroup_output(attention.normalize(part), self.num_heads)
+        return self.attention_output(tf.cast(mixed, self.compute_dtype)), state
+
+    def _positions(
+        self,
+        x: tf.Tensor,
+        positions: tf.Tensor | None,
+        state: State | None,
+        mask: tf.Tensor | None,
+    ) -> tf.Tensor:
+        given = tf.ones(tf.shape(x)[:2], tf.bool) if mask is None else tf.cast(mask, tf.bool)
+        if positions is None:
+            return consecutive_positions(given, 0 if state is None else state["filled"])
+        return tf.where(given, tf.cast(positions, tf.int32), -1)
+
+    def _project_in(
+        self, x: tf.Tensor, positions: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Grouped queries ``[B, K, Q, H]``, keys and values ``[B, K, T, H]``, in float32."""
+        queries, keys, values = (
+            tf.cast(projection(x), tf.float32) for projection in (self.query, self.key, self.value)
+        )
+        if self.rope_max_wavelength is not None:
+            angles = rotary_angles(positions, self.key_dim, self.rope_max_wavelength)
+            queries, keys = rotate(queries, *angles), rotate(keys, *angles)
+        return (
+            attention.group_queries(queries, self.num_key_value_heads),
+            tf.transpose(keys, [0, 2, 1, 3]),
+            tf.transpose(values, [0, 2, 1, 3]),
+        )
+
+    def _attend(
+        self,
+        queries: tf.Tensor,
+        positions: tf.Tensor,
+        keys: Coded,
+        values: Coded,
+        key_positions: tf.Tensor,
+        codec: Codec,
+    ) -> attention.Partial:
+        policy = self.cache.policy
+        first_visible = policy.first_visible(positions)
+        mask = masks.visible(positions, key_positions, first_visible, policy.sinks)
+        return attention.attend(queries, keys, values, mask, codec)
+
+    def get_config(self) -> dict[str, Any]:
+        return {
+            **super().get_config(),
+            "num_heads": self.num_heads,
+            "key_dim": self.key_dim,
+            "num_key_value_heads": self.num_key_value_heads,
+            "rope_max_wavelength": self.rope_max_wavelength,
+            "cache": str(self.cache),
+            "capacity": self.capacity,
+            "slack": self.slack,
+            "use_bias": self.use_bias,
+            "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
+        }
+
+
+def _require_tensorflow() -> None:
+    backend = keras.backend.backend()
+    if backend != "tensorflow":
+        raise ConfigError(
+            "tfkv layers need Keras on TensorFlow: set KERAS_BACKEND=tensorflow before Keras is "
+            f"imported. Received: backend={backend!r}."
+        )

@@ -1,0 +1,136 @@
+"""One block of a Llama-style decoder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfkv.errors import ConfigError
+from tfkv.layers.cache_spec import CacheSpec
+from tfkv.layers.cached_multi_head_attention import CachedMultiHeadAttention
+from tfkv.layers.dense_store import State
+from tfkv.layers.rms_norm import RMSNorm
+
+
+@keras.saving.register_keras_serializable(package="tfkv")
+class DecoderBlock(keras.layers.Layer):
+    """Attention and a SwiGLU feed-forward layer, each after RMSNorm and with a residual.
+
+    Args:
+        num_query_heads: Query heads (axis N).
+        num_key_value_heads: KV heads (axis K), a divisor of `num_query_heads`.
+        head_dim: Width of a head (axis H).
+        intermediate_dim: Width of the feed-forward layer (axis F).
+        rope_max_wavelength: RoPE base ("theta"); None = no rotation.
+        rms_epsilon: Added to the mean square in RMSNorm.
+        cache: What the cache keeps and how it is written.
+        capacity: Most tokens of a session, where the policy does not bound them.
+        slack: Tokens that a window keeps so that as many can be taken back.
+
+    Call arguments:
+        x, positions, state, training, mask: As of `CachedMultiHeadAttention`.
+
+    Returns:
+        ``(output, state)``, as of `CachedMultiHeadAttention`.
+
+    Raises:
+        ConfigError: An argument is out of range.
+
+    Reference:
+        Touvron et al., Llama, https://arxiv.org/abs/2302.13971; Shazeer, GLU variants,
+        https://arxiv.org/abs/2002.05202
+    """
+
+    def __init__(
+        self,
+        num_query_heads: int,
+        num_key_value_heads: int,
+        head_dim: int,
+        intermediate_dim: int,
+        rope_max_wavelength: float | None = 10000.0,
+        rms_epsilon: float = 1e-5,
+        cache: CacheSpec | str = "dense",
+        capacity: int = 2048,
+        slack: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        # Keras would cast the float tensors of a state to the compute dtype.
+        super().__init__(autocast=False, **kwargs)
+        if not isinstance(intermediate_dim, int) or intermediate_dim < 1:
+            raise ConfigError(
+                "`intermediate_dim` must be an integer of at least 1. "
+                f"Received: intermediate_dim={intermediate_dim!r}."
+            )
+        self.intermediate_dim = intermediate_dim
+        self.supports_masking = True
+        self.attention_norm = RMSNorm(rms_epsilon, dtype=self.dtype_policy, name="attention_norm")
+        self.attention = CachedMultiHeadAttention(
+            num_query_heads,
+            head_dim,
+            num_key_value_heads,
+            rope_max_wavelength,
+            cache,
+            capacity,
+            slack,
+            dtype=self.dtype_policy,
+            name="attention",
+        )
+        self.feedforward_norm = RMSNorm(
+            rms_epsilon, dtype=self.dtype_policy, name="feedforward_norm"
+        )
+
+    def build(self, input_shape: tuple[int | None, ...]) -> None:
+        hidden_dim = input_shape[-1]
+        self.gate = self._dense(self.intermediate_dim, "gate")
+        self.up = self._dense(self.intermediate_dim, "up")
+        self.down = self._dense(hidden_dim, "down")
+        for layer in (self.attention_norm, self.attention, self.feedforward_norm):
+            layer.build(input_shape)
+        self.gate.build(input_shape)
+        self.up.build(input_shape)
+        self.down.build((*input_shape[:-1], self.intermediate_dim))
+
+    def _dense(self, units: int, name: str) -> keras.layers.Dense:
+        return keras.layers.Dense(units, use_bias=False, dtype=self.dtype_policy, name=name)
+
+    def get_state_spec(self, batch_size: int) -> dict[str, tf.TensorSpec]:
+        """Shape and dtype of every tensor of the state."""
+        return self.attention.get_state_spec(batch_size)
+
+    def init_state(self, batch_size: int) -> State:
+        """The state of empty sessions."""
+        return self.attention.init_state(batch_size)
+
+    def call(
+        self,
+        x: tf.Tensor,
+        positions: tf.Tensor | None = None,
+        state: State | None = None,
+        training: bool = False,
+        mask: tf.Tensor | None = None,
+    ) -> tuple[tf.Tensor, State | None]:
+        mask = getattr(x, "_keras_mask", None) if mask is None else mask
+        x = tf.cast(x, self.compute_dtype)
+        attended, state = self.attention(
+            self.attention_norm(x), positions=positions, state=state, training=training, mask=mask
+        )
+        x = x + attended
+        y = self.feedforward_norm(x)
+        return x + self.down(tf.nn.silu(self.gate(y)) * self.up(y)), state
+
+    def get_config(self) -> dict[str, Any]:
+        attention = self.attention
+        return {
+            **super().get_config(),
+            "num_query_heads": attention.num_heads,
+            "num_key_value_heads": attention.num_key_value_heads,
+            "head_dim": attention.key_dim,
+            "intermediate_dim": self.intermediate_dim,
+            "rope_max_wavelength": attention.rope_max_wavelength,
+            "rms_epsilon": self.attention_norm.epsilon,
+            "cache": str(attention.cache),
+            "capacity": attention.capacity,
+            "slack": attention.slack,
+        }

@@ -1,0 +1,245 @@
+"""Keys and values of a batch of sessions in contiguous tensors."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from tfkv.errors import CacheError, ConfigError
+from tfkv.layers.cache_spec import CacheSpec
+from tfkv.layers.cache_view import CacheView
+from tfkv.layers.codecs.codec import Coded
+from tfkv.layers.positions import first_position, ranks
+
+#: Tensors of a store by name: flat, batch first, of static shape.
+State = dict[str, tf.Tensor]
+
+
+class _Plan(NamedTuple):
+    """What one write does: see `DenseStore._plan`."""
+
+    entries: tf.Tensor
+    filled: tf.Tensor
+    reached: tf.Tensor
+    dropped: tf.Tensor
+
+
+class DenseStore:
+    """Holds what a policy retains, one row of tensors for each session of the batch.
+
+    Choose it inside a Keras model and in notebooks; an exported engine uses pages.
+
+    Attend first, then write: a chunk reads `view` and itself, so that nothing it needs is
+    overwritten, and a ring need not be longer than its window.
+
+    The state is a flat dict:
+
+    - ``keys/<part>``, ``values/<part>``: the codec's parts, ``[B, K, S, ...]``;
+    - ``filled``: int32 ``[B]``, tokens the session holds, which is its next position;
+    - ``reached``: int32 ``[B]``, one past the highest position ever written; it differs
+      from ``filled`` after tokens were taken back;
+    - ``dropped``: int32 ``[B]``, tokens refused so far.
+
+    A row's tokens are consecutive and begin at ``filled``, or before it: then the tokens
+    from there on are taken back and written anew. A window can take back `rollback` tokens
+    only. Whatever breaks these rules, or lies past the capacity of a policy without bound,
+    is written nowhere: it raises in eager mode, and is counted in ``dropped`` inside a
+    graph, where nothing may raise.
+
+    Args:
+        cache: Policy and codec, as `CacheSpec` or its string.
+        num_key_value_heads: KV heads (axis K).
+        head_dim: Width of a head (axis H).
+        capacity: Most tokens of a session, where the policy does not bound them.
+        slack: Tokens that a window keeps beyond what it shows, so that as many can be
+            taken back.
+
+    Raises:
+        ConfigError: A value is out of range.
+
+    Example:
+        >>> store = DenseStore("sliding_window(window=4)+int8", 1, 8, capacity=16)
+        >>> state = store.init(batch_size=2)
+        >>> state["keys/codes"].shape
+        TensorShape([2, 1, 4, 8])
+    """
+
+    def __init__(
+        self,
+        cache: CacheSpec | str,
+        num_key_value_heads: int,
+        head_dim: int,
+        capacity: int,
+        slack: int = 0,
+    ) -> None:
+        least = {"num_key_value_heads": 1, "head_dim": 1, "capacity": 1, "slack": 0}
+        for name, bound in least.items():
+            value = locals()[name]
+            if not isinstance(value, int) or value < bound:
+                raise ConfigError(
+                    f"`{name}` must be an integer of at least {bound}. Received: {name}={value!r}."
+                )
+        self.cache = CacheSpec.parse(cache)
+        self.num_key_value_heads = num_key_value_heads
+        self.head_dim = head_dim
+        self.layout = self.cache.policy.layout(capacity, slack)
+        #: Tokens that can be taken back; −1 = all.
+        self.rollback = self.cache.policy.rollback(self.layout)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens a session may hold; −1 = any number, of which the policy keeps a part."""
+        return -1 if self.cache.policy.bounded else self.layout.entries
+
+    def spec(self, batch_size: int) -> dict[str, tf.TensorSpec]:
+        """Shape and dtype of every tensor of the state."""
+        rows = (batch_size, self.num_key_value_heads, self.layout.entries)
+        parts = self.cache.codec.spec(self.head_dim)
+        stored = {
+            f"{side}/{name}": tf.TensorSpec((*rows, *part.shape), part.dtype)
+            for side in ("keys", "values")
+            for name, part in parts.items()
+        }
+        counts = ("filled", "reached", "dropped")
+        return stored | {name: tf.TensorSpec((batch_size,), tf.int32) for name in counts}
+
+    def init(self, batch_size: int) -> State:
+        """The state of empty sessions."""
+        return {
+            name: tf.zeros(spec.shape, spec.dtype) for name, spec in self.spec(batch_size).items()
+        }
+
+    def bytes_per_session(self) -> int:
+        """Bytes of one row of the state; exact."""
+        return sum(spec.shape.num_elements() * spec.dtype.size for spec in self.spec(1).values())
+
+    def view(self, state: State, before: tf.Tensor | None = None) -> CacheView:
+        """What attention reads.
+
+        Args:
+            state: As of `init` or `write`.
+            before: int32 ``[B]``; hides this position and all after it, for a chunk that
+                takes them back.
+        """
+        positions = self.layout.positions_of(state["filled"])
+        overwritten = state["reached"] - (self.layout.entries - self.layout.sinks)
+        held = (positions >= overwritten[:, tf.newaxis]) | (positions < self.layout.sinks)
+        if before is not None:
+            held &= positions < before[:, tf.newaxis]
+        positions = tf.where(held, positions, -1)
+        return CacheView(self._side(state, "keys"), self._side(state, "values"), positions)
+
+    def write(self, state: State, positions: tf.Tensor, keys: Coded, values: Coded) -> State:
+        """Stores a chunk.
+
+        Args:
+            state: As of `init` or `write`.
+            positions: int32 ``[B, T]``, absolute; −1 = padding, which writes nothing.
+            keys: Encoded by the cache's codec, parts ``[B, K, T, ...]``.
+            values: Likewise.
+
+        Returns:
+            A state of the same spec. Of a chunk longer than a window, only what the window
+            still shows is written.
+
+        Raises:
+            CacheError: In eager mode, a token is past the capacity, leaves a gap, or takes
+                back more than the window still has.
+        """
+        plan = self._plan(state, positions)
+        if tf.executing_eagerly():
+            self._refuse_dropped(state, positions, plan)
+        slots, sources, writes = self._slots(plan.entries)
+        new = {"filled": plan.filled, "reached": plan.reached, "dropped": plan.dropped}
+        for side, coded in (("keys", keys), ("values", values)):
+            for name, part in coded.items():
+                key = f"{side}/{name}"
+                new[key] = _scatter(state[key], slots, sources, writes, part)
+        return new
+
+    def reorder(self, state: State, rows: tf.Tensor) -> State:
+        """The state whose row b was row ``rows[b]``: for beams and forks."""
+        return {name: tf.gather(tensor, rows) for name, tensor in state.items()}
+
+    def _side(self, state: State, side: str) -> Coded:
+        return {name: state[f"{side}/{name}"] for name in self.cache.codec.spec(self.head_dim)}
+
+    def _plan(self, state: State, positions: tf.Tensor) -> _Plan:
+        """Entry of each token, −1 = nowhere, and the counts after the write."""
+        filled, reached = state["filled"], state["reached"]
+        given = positions >= 0
+        tokens = tf.reduce_sum(tf.cast(given, tf.int32), axis=1)
+        start = first_position(positions)
+        in_row = tf.reduce_all(~given | (positions - start[:, tf.newaxis] == ranks(given)), axis=1)
+        follows = in_row & (start <= filled)
+        if self.rollback >= 0:
+            follows &= (start >= reached - self.rollback) | (reached <= self.layout.entries)
+        kept = given & follows[:, tf.newaxis]
+        if self.capacity >= 0:
+            kept &= positions < self.capacity
+        added = tf.reduce_sum(tf.cast(kept, tf.int32), axis=1)
+        end = tf.where(added > 0, start + added, filled)
+        # The newest tokens of a chunk that is longer than the ring: an entry is never
+        # written twice, for which scatter promises no order.
+        oldest = end - (self.layout.entries - self.layout.sinks)
+        stays = (positions >= oldest[:, tf.newaxis]) | (positions < self.layout.sinks)
+        return _Plan(
+            entries=tf.where(kept & stays, self.layout.entry_of(positions), -1),
+            filled=end,
+            reached=tf.maximum(reached, end),
+            dropped=state["dropped"] + tokens - added,
+        )
+
+    def _slots(self, entries: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Where each token goes among all entries of all rows, always within bounds.
+
+        Scatter outside XLA fails on an index out of bounds and inside XLA does not, so a
+        token that goes nowhere repeats another write of its row; `_scatter` writes back
+        what was there where the row writes nothing at all.
+
+        Returns:
+            int32 ``[B, K, T]`` slots; int32 ``[B, T]`` number of the token to write there;
+            bool ``[B]`` whether the row writes anything.
+        """
+        batch, width = tf.shape(entries)[0], tf.shape(entries)[1]
+        writing = entries >= 0
+        one = tf.argmax(tf.cast(writing, tf.int32), axis=1, output_type=tf.int32)
+        sources = tf.where(writing, tf.range(width)[tf.newaxis], one[:, tf.newaxis])
+        entries = tf.maximum(tf.gather(entries, sources, batch_dims=1), 0)
+        heads = self.num_key_value_heads
+        rows = tf.reshape(tf.range(batch * heads), [batch, heads, 1]) * self.layout.entries
+        return rows + entries[:, tf.newaxis, :], sources, tf.reduce_any(writing, axis=1)
+
+    def _refuse_dropped(self, state: State, positions: tf.Tensor, plan: _Plan) -> None:
+        refused = (plan.dropped - state["dropped"]).numpy()
+        if not refused.any():
+            return
+        row = int(refused.argmax())
+        filled = int(state["filled"][row])
+        limit = "any number of tokens" if self.capacity < 0 else f"at most {self.capacity} tokens"
+        back = "all of them" if self.rollback < 0 else f"{self.rollback} of them"
+        raise CacheError(
+            f"`positions` must continue each session: row {row} holds {filled} tokens, so its "
+            f"next are {filled}, {filled + 1}, …; it may hold {limit}, and take back {back}. "
+            f"Received: positions[{row}]={positions[row].numpy().tolist()}. Shorten the session, "
+            "raise `capacity`, or choose a cache that forgets, such as 'sliding_window'."
+        )
+
+
+def _scatter(
+    stored: tf.Tensor, slots: tf.Tensor, sources: tf.Tensor, writes: tf.Tensor, part: tf.Tensor
+) -> tf.Tensor:
+    """``stored [B, K, S, ...]`` with tokens `sources` of ``part [B, K, T, ...]`` at `slots`.
+
+    As rows of one matrix XLA updates the tensor in place.
+    """
+    tail = stored.shape[3:]
+    rows = tf.reshape(stored, [-1, *tail])
+    chosen = part if part.shape[2] == 1 else tf.gather(part, sources, axis=2, batch_dims=1)
+    old = tf.gather(rows, tf.reshape(slots, [-1]))
+    new = tf.reshape(chosen, tf.shape(old))
+    keep = tf.repeat(writes, tf.size(slots) // tf.size(writes))
+    updates = tf.where(tf.reshape(keep, [-1, *[1] * len(tail)]), new, old)
+    written = tf.tensor_scatter_nd_update(rows, tf.reshape(slots, [-1, 1]), updates)
+    return tf.ensure_shape(tf.reshape(written, tf.shape(stored)), stored.shape)

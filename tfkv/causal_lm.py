@@ -1,0 +1,272 @@
+"""The decoder as a Keras model: to train, to look into, and to check exports against."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Self
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfkv.config import DecoderConfig
+from tfkv.errors import ModelSourceError
+from tfkv.layers.cache_spec import CacheSpec
+from tfkv.layers.decoder_block import DecoderBlock
+from tfkv.layers.dense_store import State
+from tfkv.layers.positions import consecutive_positions
+from tfkv.layers.rms_norm import RMSNorm
+
+if TYPE_CHECKING:
+    from tfkv.generation import Generator
+
+#: Canonical name of a layer's weight to the path of the Keras weight inside its block.
+_BLOCK_WEIGHTS = {
+    "query": "attention.query.kernel",
+    "key": "attention.key.kernel",
+    "value": "attention.value.kernel",
+    "attention_output": "attention.attention_output.kernel",
+    "attention_norm": "attention_norm.scale",
+    "feedforward_norm": "feedforward_norm.scale",
+    "gate": "gate.kernel",
+    "up": "up.kernel",
+    "down": "down.kernel",
+}
+
+
+@keras.saving.register_keras_serializable(package="tfkv")
+class CausalLM(keras.Model):
+    """A Llama-style decoder whose blocks continue sessions from KV caches.
+
+    It trains with `fit` like any Keras model: logits in, no softmax, so the loss is
+    ``SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)``. With a state it
+    reads and returns one cache for each layer.
+
+    Args:
+        config: Architecture; a dict of its fields will do.
+        cache: What the cache keeps and how it is written, policy then codec.
+        capacity: Most tokens of a session, where the policy does not bound them; the
+            model's context length where left out.
+        slack: Tokens that a window keeps so that as many can be taken back.
+
+    Call arguments:
+        token_ids: int32 ``[B, T]``, −1 = padding, on either side.
+        positions: int32 ``[B, T]``, absolute; where left out, each row follows on what its
+            session holds.
+        state: As of `init_state` or of the call before; None = no cache.
+        training: Whether the call is part of training, which has no state.
+
+    Returns:
+        float32 logits ``[B, T, V]``; with a state ``(logits, state)``.
+
+    Raises:
+        ConfigError: The configuration or the cache string does not hold together.
+        CacheError: In eager mode, tokens do not continue a session or do not fit.
+
+    Example:
+        >>> model = CausalLM(DecoderConfig(64, 2, 32, 4, 2, 8, 48), cache="dense+int8")
+        >>> logits, state = model(tf.constant([[1, 2, 3]]), state=model.init_state(1))
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig | Mapping[str, Any],
+        cache: CacheSpec | str = "dense+float32",
+        capacity: int | None = None,
+        slack: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        # Keras would cast the float tensors of a state to the compute dtype.
+        super().__init__(autocast=False, **kwargs)
+        if not isinstance(config, DecoderConfig):
+            config = DecoderConfig.from_dict(dict(config))
+        self.config = config
+        self.cache = CacheSpec.parse(cache)
+        self.capacity = config.context_length if capacity is None else capacity
+        self.slack = slack
+        self.token_embedding = keras.layers.Embedding(
+            config.vocabulary_size,
+            config.hidden_dim,
+            dtype=self.dtype_policy,
+            name="token_embedding",
+        )
+        self.blocks = [self._block(index) for index in range(config.num_layers)]
+        self.final_norm = RMSNorm(config.rms_epsilon, dtype=self.dtype_policy, name="final_norm")
+        self.build((None, None))
+
+    @classmethod
+    def from_weights(
+        cls, config: DecoderConfig, weights: Mapping[str, np.ndarray], **kwargs: Any
+    ) -> Self:
+        """A model with the weights of `export_weights` or of an importer.
+
+        Args:
+            config: Architecture.
+            weights: As for `assign_weights`.
+            **kwargs: To the constructor.
+        """
+        model = cls(config, **kwargs)
+        model.assign_weights(weights)
+        return model
+
+    def _block(self, index: int) -> DecoderBlock:
+        config = self.config
+        return DecoderBlock(
+            config.num_query_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            config.intermediate_dim,
+            config.rope_max_wavelength,
+            config.rms_epsilon,
+            self.cache,
+            self.capacity,
+            self.slack,
+            dtype=self.dtype_policy,
+            name=f"block_{index}",
+        )
+
+    def build(self, input_shape: tuple[int | None, ...]) -> None:
+        if self.built:
+            return
+        config = self.config
+        self.token_embedding.build(input_shape)
+        for layer in (*self.blocks, self.final_norm):
+            layer.build((*input_shape, config.hidden_dim))
+        if not config.tie_embeddings:
+            self.output_embedding = self.add_weight(
+                name="output_embedding",
+                shape=(config.vocabulary_size, config.hidden_dim),
+                initializer="glorot_uniform",
+                autocast=False,
+            )
+        self.built = True
+
+    def get_state_spec(self, batch_size: int) -> list[dict[str, tf.TensorSpec]]:
+        """Shapes and dtypes of the state of each layer."""
+        return [block.get_state_spec(batch_size) for block in self.blocks]
+
+    def init_state(self, batch_size: int) -> list[State]:
+        """The state of empty sessions, one for each layer."""
+        return [block.init_state(batch_size) for block in self.blocks]
+
+    def bytes_per_session(self) -> int:
+        """Bytes of cache that one session takes, counts and scales included; exact."""
+        return sum(block.attention.store.bytes_per_session() for block in self.blocks)
+
+    def call(
+        self,
+        token_ids: tf.Tensor,
+        positions: tf.Tensor | None = None,
+        state: list[State] | None = None,
+        training: bool = False,
+    ) -> tf.Tensor | tuple[tf.Tensor, list[State]]:
+        hidden, state = self.hidden_states(token_ids, positions, state, training)
+        logits = self.logits(hidden)
+        return logits if state is None else (logits, state)
+
+    def hidden_states(
+        self,
+        token_ids: tf.Tensor,
+        positions: tf.Tensor | None = None,
+        state: list[State] | None = None,
+        training: bool = False,
+    ) -> tuple[tf.Tensor, list[State] | None]:
+        """All of `call` but the output matrix, for callers that need few of the logits.
+
+        Returns:
+            Hidden states ``[B, T, D]`` after the final norm, and the state.
+        """
+        token_ids = tf.cast(token_ids, tf.int32)
+        if positions is None:
+            first = 0 if state is None else state[0]["filled"]
+            positions = consecutive_positions(token_ids >= 0, first)
+        positions = tf.where(token_ids >= 0, tf.cast(positions, tf.int32), -1)
+        x = self.token_embedding(tf.maximum(token_ids, 0))
+        states = [None] * len(self.blocks) if state is None else state
+        after = []
+        for block, before in zip(self.blocks, states, strict=True):
+            x, block_state = block(x, positions=positions, state=before, training=training)
+            after.append(block_state)
+        return self.final_norm(x), None if state is None else after
+
+    def logits(self, hidden: tf.Tensor) -> tf.Tensor:
+        """Scores of every token, float32 ``[..., V]``, for ``hidden [..., D]``."""
+        matrix = tf.cast(tf.convert_to_tensor(self._output_matrix), hidden.dtype)
+        rows = tf.reshape(hidden, [-1, self.config.hidden_dim])
+        scores = tf.cast(tf.matmul(rows, matrix, transpose_b=True), tf.float32)
+        shape = tf.concat([tf.shape(hidden)[:-1], [self.config.vocabulary_size]], axis=0)
+        scores = tf.reshape(scores, shape)
+        return tf.ensure_shape(scores, [*hidden.shape[:-1], self.config.vocabulary_size])
+
+    @functools.cached_property
+    def generator(self) -> Generator:
+        """What `tfkv.generation.generate` compiled for this model."""
+        from tfkv.generation import Generator
+
+        return Generator(self)
+
+    @property
+    def _output_matrix(self) -> keras.Variable:
+        if self.config.tie_embeddings:
+            return self.token_embedding.embeddings
+        return self.output_embedding
+
+    def _named_weights(self) -> dict[str, keras.Variable]:
+        named = {"token_embedding": self.token_embedding.embeddings}
+        for index, block in enumerate(self.blocks):
+            for name, path in _BLOCK_WEIGHTS.items():
+                weight = functools.reduce(getattr, path.split("."), block)
+                named[f"layers/{index}/{name}"] = weight
+        named["final_norm"] = self.final_norm.scale
+        if not self.config.tie_embeddings:
+            named["output"] = self.output_embedding
+        return named
+
+    def export_weights(self) -> dict[str, np.ndarray]:
+        """All weights by canonical name, in the shapes of `assign_weights`."""
+        return {name: np.asarray(weight) for name, weight in self._named_weights().items()}
+
+    def assign_weights(self, weights: Mapping[str, np.ndarray]) -> None:
+        """Sets all weights.
+
+        Args:
+            weights: By canonical name: ``token_embedding [V, D]``; for each layer
+                ``layers/{i}/query [D, N, H]``, ``key`` and ``value [D, K, H]``,
+                ``attention_output [N, H, D]``, ``attention_norm`` and
+                ``feedforward_norm [D]``, ``gate`` and ``up [D, F]``, ``down [F, D]``;
+                ``final_norm [D]``; ``output [V, D]`` if the embeddings are not tied.
+
+        Raises:
+            ModelSourceError: A weight is missing, unknown or of the wrong shape; none is
+                set then.
+        """
+        named = self._named_weights()
+        for problem, names in (
+            ("lacks", set(named) - set(weights)),
+            ("has an unknown", set(weights) - set(named)),
+        ):
+            if names:
+                raise ModelSourceError(
+                    f"`weights` {problem} {sorted(names)[0]!r} ({len(names)} such names). "
+                    "Compare them with those of `export_weights`."
+                )
+        for name, weight in named.items():
+            if tuple(weights[name].shape) != tuple(weight.shape):
+                raise ModelSourceError(
+                    f"`weights[{name!r}]` must have shape {tuple(weight.shape)}. "
+                    f"Received: shape={tuple(weights[name].shape)}."
+                )
+        for name, weight in named.items():
+            weight.assign(weights[name])
+
+    def get_config(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "trainable": self.trainable,
+            "dtype": keras.dtype_policies.serialize(self.dtype_policy),
+            "config": self.config.to_dict(),
+            "cache": str(self.cache),
+            "capacity": self.capacity,
+            "slack": self.slack,
+        }
