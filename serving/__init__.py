@@ -1,0 +1,73 @@
+"""Client, sessions and servers of exported artifacts.
+
+Names are loaded when they are first used: the client comes without TensorFlow, the
+embedded server without the client.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tfkv.serving.client import Client, VersionStatus
+    from tfkv.serving.contract import Contract
+    from tfkv.serving.failures import (
+        InputError,
+        NotFoundError,
+        RefusedError,
+        SessionError,
+        TextError,
+    )
+    from tfkv.serving.generation import Generation, Result, Sampling
+    from tfkv.serving.retry import Retry
+    from tfkv.serving.session import Session
+    from tfkv.serving.text import ChatTemplate, Detokenizer, Tokenizer
+
+_HOMES = {
+    "ChatTemplate": "text",
+    "Client": "client",
+    "Contract": "contract",
+    "Detokenizer": "text",
+    "Generation": "generation",
+    "InputError": "failures",
+    "NotFoundError": "failures",
+    "RefusedError": "failures",
+    "Result": "generation",
+    "Retry": "retry",
+    "Sampling": "generation",
+    "Session": "session",
+    "SessionError": "failures",
+    "TextError": "failures",
+    "Tokenizer": "text",
+    "VersionStatus": "client",
+}
+
+__all__ = [
+    "ChatTemplate",
+    "Client",
+    "Contract",
+    "Detokenizer",
+    "Generation",
+    "InputError",
+    "NotFoundError",
+    "RefusedError",
+    "Result",
+    "Retry",
+    "Sampling",
+    "Session",
+    "SessionError",
+    "TextError",
+    "Tokenizer",
+    "VersionStatus",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
