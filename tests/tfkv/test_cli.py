@@ -1,0 +1,368 @@
+"""The `tfkv` command, without a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+import types
+
+import pytest
+from typer.testing import CliRunner
+
+from tfkv import __version__, cli, inspection, terminal
+from tfkv.config import DecoderConfig, EngineConfig
+from tfkv.errors import ModelSourceError
+from tfkv.manifest import MANIFEST_PATH, STATS, TOKENIZER_PATH, Manifest, signature_table
+
+COMMANDS = ["export", "serve", "generate", "chat", "inspect", "stats"]
+
+
+def run(*arguments, **options):
+    return CliRunner(env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"}).invoke(
+        cli.app, list(map(str, arguments)), **options
+    )
+
+
+def plain(text):
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+@pytest.fixture
+def artifact(tmp_path):
+    """A model directory with the files that `inspect` reads."""
+    engine = EngineConfig(slots=3, capacity=128, decode_chunk=4)
+    manifest = Manifest(
+        model=DecoderConfig(1000, 2, 64, 4, 2, 16, 128),
+        engine=engine,
+        signatures=signature_table(engine, (7, 9)),
+        fingerprint="0123abcd",
+        bytes_per_token=1024,
+        bytes_per_session=131_072,
+        positions=128,
+        stop_tokens=(7, 9),
+        chat_template="{{ messages }}",
+        source="made by hand [test]",
+        tfkv_version=__version__,
+    )
+    version = tmp_path / "model" / "3"
+    (version / MANIFEST_PATH).parent.mkdir(parents=True)
+    (version / "variables").mkdir()
+    (version / "variables" / "variables.data-00000-of-00001").write_bytes(b"x" * 5000)
+    (version / "saved_model.pb").write_bytes(b"y" * 100)
+    (version / MANIFEST_PATH).write_text(manifest.to_json(), encoding="utf-8")
+    (version / TOKENIZER_PATH).write_text("{}", encoding="utf-8")
+    return version
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command):
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert "--help" in plain(result.output)
+    assert command in plain(run("--help").output)
+
+
+def test_export_options_are_those_of_the_engine():
+    """A new field of `EngineConfig` needs an option, with the same default."""
+    text = plain(run("export", "--help").output)
+    for field in dataclasses.fields(EngineConfig):
+        assert f"--{field.name.replace('_', '-')}" in text
+
+
+def test_version():
+    assert run("--version").output.strip() == __version__
+
+
+@pytest.mark.parametrize("where", ["version", "model"])
+def test_inspect_shows_model_cache_and_bytes(artifact, where):
+    result = run("inspect", artifact if where == "version" else artifact.parent)
+    assert result.exit_code == 0, result.output
+    text = plain(result.stdout)
+    for expected in (
+        "made by hand [test]",
+        "0123abcd",
+        "dense+float32",
+        "1.0 KiB",
+        "131,072",
+        "128.0 KiB",
+        "393,216",
+        "5,000",
+        *signature_table(EngineConfig()),
+    ):
+        assert expected in text
+
+
+def test_inspect_json_is_the_manifest_and_the_bytes(artifact):
+    result = run("inspect", artifact, "--json")
+    facts = json.loads(result.stdout)
+    manifest = Manifest.from_json(json.dumps(facts["manifest"]))
+    assert manifest == Manifest.read(artifact)
+    assert facts["version"] == "3"
+    assert facts["tokenizer"]
+    assert not facts["warmup"]
+    assert facts["bytes"] == {
+        "disk": sum(p.stat().st_size for p in artifact.rglob("*") if p.is_file()),
+        "weights": 5000,
+        "token": 1024,
+        "session": 131_072,
+        "sessions": 393_216,
+    }
+
+
+def test_inspect_signature_shows_every_input_and_output(artifact):
+    result = run("inspect", artifact, "--signature", "generate")
+    text = plain(result.stdout)
+    spec = signature_table(EngineConfig())["generate"]
+    for name in (*spec.inputs, *spec.outputs):
+        assert re.search(rf"\b{name}\b", text)
+    assert "[B, T]" in text
+    assert "required" in text
+
+
+def test_inspect_unknown_signature(artifact):
+    result = run("inspect", artifact, "--signature", "nope")
+    assert result.exit_code == 1
+    assert "No signature 'nope'. The artifact has: generate" in plain(result.stderr)
+
+
+def test_errors_are_one_line_with_exit_code_1(tmp_path):
+    result = run("inspect", tmp_path / "missing")
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    lines = plain(result.stderr).strip().splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("Error: ")
+    assert "holds no SavedModel version" in lines[0]
+    assert "Traceback" not in result.stderr
+
+
+def test_debug_shows_the_traceback(tmp_path):
+    command = [sys.executable, "-m", "tfkv", "--debug", "inspect", str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "Traceback" in result.stderr
+    assert "ArtifactError" in result.stderr
+
+
+def test_a_damaged_manifest_is_an_error_not_a_traceback(artifact):
+    (artifact / MANIFEST_PATH).write_text("{", encoding="utf-8")
+    result = run("inspect", artifact)
+    assert result.exit_code == 1
+    assert "is not a tfkv manifest" in plain(result.stderr)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["export", "x.gguf", "out", "--slots", 0], "`slots` must be at least 1"),
+        (["export", "x.gguf", "out", "--batch-sizes", "4,2"], "`batch_sizes` must be ascending"),
+        (["export", "x.gguf", "out", "--batch-sizes", "a"], "`--batch-sizes` must be numbers"),
+        (["serve", "x", "--batching-parameters-file", "y"], "needs `--enable-batching`"),
+        (["chat", "--artifact", "missing"], "holds no SavedModel version"),
+        (["chat"], "needs a chat template"),
+    ],
+)
+def test_wrong_values(arguments, message):
+    result = run(*arguments)
+    assert result.exit_code == 1
+    assert message in plain(result.stderr)
+
+
+def test_export_hands_options_to_the_exporter(monkeypatch, tmp_path):
+    seen = {}
+
+    def export(source, out_dir, engine, *, progress):
+        progress("verify", 2, 2)
+        seen.update(source=source, out=out_dir, engine=engine)
+        return out_dir / "1"
+
+    monkeypatch.setitem(sys.modules, "tfkv.export", types.SimpleNamespace(export=export))
+    arguments = ["--cache", "dense+int8", "--slots", 2, "--batch-sizes", "1,2", "--no-xla"]
+    result = run("export", "smollm2", tmp_path / "out", *arguments)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.strip() == str(tmp_path / "out" / "1")
+    assert "Verifying: 2/2" in result.stderr
+    assert seen["source"] == "smollm2"
+    assert seen["engine"] == EngineConfig(
+        cache="dense+int8", slots=2, batch_sizes=(1, 2), xla=False
+    )
+
+
+def test_an_export_that_fails(monkeypatch, tmp_path):
+    def export(*_, **__):
+        raise ModelSourceError("Unsupported architecture [gpt].")
+
+    monkeypatch.setitem(sys.modules, "tfkv.export", types.SimpleNamespace(export=export))
+    result = run("export", "x.gguf", tmp_path)
+    assert result.exit_code == 1
+    assert plain(result.stderr).strip() == "Error: Unsupported architecture [gpt]."
+
+
+@pytest.mark.parametrize(("module", "extra"), [("tensorflow", "export,serve"), ("gguf", "export")])
+def test_a_missing_extra_is_named(monkeypatch, module, extra, tmp_path):
+    def export(*_, **__):
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+    monkeypatch.setitem(sys.modules, "tfkv.export", types.SimpleNamespace(export=export))
+    result = run("export", "x.gguf", tmp_path)
+    assert result.exit_code == 1
+    assert f"pip install 'tfkv[{extra}]'" in plain(result.stderr)
+
+
+def test_no_server_is_one_line():
+    result = run("stats", "--target", "127.0.0.1:1", "--timeout", "0.5")
+    assert result.exit_code == 1
+    assert "127.0.0.1:1" in plain(result.stderr)
+    assert "Traceback" not in result.stderr
+
+
+def test_the_command_starts_without_tensorflow():
+    code = (
+        "import sys; import tfkv.cli, tfkv.demo, tfkv.inspection; "
+        "print([m for m in ('tensorflow', 'keras', 'grpc', 'numpy') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.strip() == "[]", result.stderr
+
+
+class FakeGeneration:
+    def __init__(self, pieces):
+        self._pieces = pieces
+        self.closed = False
+        self.result = types.SimpleNamespace(
+            prompt_tokens=4,
+            tokens=[1, 2],
+            time_to_first_token=0.05,
+            tokens_per_second=30.0,
+            finish=types.SimpleNamespace(name="STOP"),
+        )
+
+    def __iter__(self):
+        for piece in self._pieces:
+            if isinstance(piece, BaseException):
+                raise piece
+            yield piece
+
+    def close(self):
+        self.closed = True
+
+
+class FakeSession:
+    def __init__(self, client):
+        self.client = client
+        self.messages = []
+        self.position = 0
+        self.replays = 0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.client.log.append("close")
+
+    def start(self, prompt, sampling):
+        self.client.log.append(("start", prompt, sampling.temperature))
+        return FakeGeneration(["an ", "answer"])
+
+    def chat(self, line, *, system, **sampling):
+        self.client.log.append(("chat", line, system))
+        self.messages.append(line)
+        self.position += 10
+        return FakeGeneration(self.client.answers.pop(0))
+
+
+class FakeClient:
+    log: list
+    answers: list
+    chat_template = object()
+    manifest = None
+
+    def __init__(self, target, model, *, artifact, timeout):
+        type(self).log = [(target, model)]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def session(self, **_):
+        return FakeSession(self)
+
+    def stats(self):
+        return {"slots": 8, "epoch": 12}
+
+
+@pytest.fixture
+def client(monkeypatch):
+    import tfkv.serving
+
+    monkeypatch.setitem(vars(tfkv.serving), "Client", FakeClient)
+    return FakeClient
+
+
+def test_generate_streams_to_standard_output(client):
+    result = run("generate", "Hi [b]", "--temperature", 0.5, "--stats", "--model", "m")
+    assert result.stdout == "an answer\n"
+    assert "30.0 tokens/s" in plain(result.stderr)
+    prompt = [{"role": "user", "content": "Hi [b]"}]
+    assert client.log == [("127.0.0.1:8500", "m"), ("start", prompt, 0.5), "close"]
+
+
+def test_generate_raw_ids_and_standard_input(client):
+    run("generate", "Once", "--raw")
+    assert client.log[1][1] == "Once"
+    run("generate", "1, 2 3", "--ids")
+    assert client.log[1][1] == (1, 2, 3)
+    run("generate", "-", "--raw", input="from a pipe")
+    assert client.log[1][1] == "from a pipe"
+
+
+def test_chat_turns_and_commands(client):
+    client.answers = [["one"], ["two"], ["three"]]
+    lines = "hello\n\nagain\n/stats\n/what\n/reset\nnew\n/quit\nnever\n"
+    result = run("chat", "--system", "Be brief.", input=lines)
+    assert result.exit_code == 0, result.output
+    assert result.stdout.split() == ["one", "two", "three"]
+    assert client.log[1:] == [
+        ("chat", "hello", "Be brief."),
+        ("chat", "again", None),
+        "close",
+        ("chat", "new", "Be brief."),
+        "close",
+    ]
+    notes = plain(result.stderr)
+    assert "session: 20 tokens" in notes
+    assert "slots: 8" in notes
+    assert "No command /what" in notes
+
+
+def test_chat_goes_on_after_an_error_and_after_ctrl_c(client):
+    client.answers = [["a", ModelSourceError("lost")], ["b", KeyboardInterrupt()], ["c"]]
+    result = run("chat", input="x\ny\nz\n")
+    assert result.exit_code == 0
+    assert result.stdout.split() == ["a", "b", "c"]
+    assert "Error: lost" in plain(result.stderr)
+
+
+def test_stats_table_and_json(client):
+    text = plain(run("stats").stdout)
+    assert re.search(rf"slots\s+8\s+{STATS['slots']}", text)
+    assert json.loads(run("stats", "--json").stdout) == {"slots": 8, "epoch": 12}
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**40, "1024.0 GiB")]
+)
+def test_human_bytes(count, text):
+    assert terminal.human_bytes(count) == text
+
+
+def test_cache_bytes_stop_at_what_is_reserved(artifact):
+    manifest = Manifest.read(artifact)
+    assert terminal.cache_bytes(manifest, 10) == (10_240, 131_072)
+    assert terminal.cache_bytes(manifest, 10_000) == (131_072, 131_072)
+    assert inspection.measure(artifact, manifest)["token"] == 1024

@@ -1,0 +1,451 @@
+"""The `tfkv` command. TensorFlow is loaded by the commands that need it, when they run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import pathlib
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+import typer.core
+
+from tfkv import terminal
+from tfkv._version import __version__
+from tfkv.config import EngineConfig
+from tfkv.errors import ConfigError, TfkvError
+
+if TYPE_CHECKING:
+    from tfkv.serving import Client, Session
+    from tfkv.serving.server import BatchingParameters, Server
+
+#: Package -> the extra of this one that brings it.
+_EXTRAS = {
+    "tensorflow": "export,serve",
+    "tensorflow_serving": "export,serve",
+    "grpc_health": "serve",
+    "keras": "export",
+    "gguf": "export",
+    "keras_hub": "keras-nlp",
+}
+_DEFAULT = EngineConfig()
+
+
+class _Commands(typer.core.TyperGroup):
+    """Prints errors of tfkv as one line with exit code 1; ``--debug`` shows the traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except TfkvError as error:
+            message = str(error)
+            if ctx.params.get("debug"):
+                raise
+        except ModuleNotFoundError as error:
+            extra = _EXTRAS.get((error.name or "").partition(".")[0])
+            if extra is None or ctx.params.get("debug"):
+                raise
+            message = f"This command needs {error.name}. Install it: pip install 'tfkv[{extra}]'"
+        terminal.notes().print(f"Error: {message}", style="red", soft_wrap=True)
+        raise typer.Exit(1)
+
+
+app = typer.Typer(
+    cls=_Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="LLM sessions inside stock TensorFlow Serving: export, serve, talk, inspect.",
+)
+
+Directory = Annotated[
+    pathlib.Path, typer.Argument(help="Version directory, or the model directory above it.")
+]
+Target = Annotated[
+    str,
+    typer.Option(help="host:port of the gRPC endpoint.", envvar="TFKV_TARGET", show_default=True),
+]
+Model = Annotated[str, typer.Option(help="Model name on the server.", envvar="TFKV_MODEL")]
+Artifact = Annotated[
+    pathlib.Path | None,
+    typer.Option(
+        help="The artifact's directory: tokenizer, chat template, limits.", envvar="TFKV_ARTIFACT"
+    ),
+]
+MaxNewTokens = Annotated[int, typer.Option(min=0, help="Most tokens to sample.")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="0 = greedy.")]
+TopP = Annotated[float, typer.Option(min=0.0, max=1.0, help="Probability mass kept, 1 = all.")]
+TopK = Annotated[int, typer.Option(min=0, help="Most candidates, 0 = all.")]
+MinP = Annotated[float, typer.Option(min=0.0, max=1.0, help="Least share of the top probability.")]
+RepetitionPenalty = Annotated[float, typer.Option(help="1 = none.")]
+Seed = Annotated[int | None, typer.Option(help="Random stream; drawn when left out.")]
+Overflow = Annotated[str, typer.Option(help="When the session is full: error, stop or slide.")]
+Timeout = Annotated[float, typer.Option(min=0.0, help="Seconds a call may take, retries included.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show tracebacks and TensorFlow's own messages.")
+    ] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")
+    ] = False,
+) -> None:
+    del version
+    os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+    if not debug:
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+
+@app.command()
+def export(
+    source: Annotated[str, typer.Argument(help="Path of a .gguf file, or 'smollm2'.")],
+    out: Annotated[pathlib.Path, typer.Argument(help="Model directory; a version is added.")],
+    cache: Annotated[
+        str, typer.Option(help="Policy+codec, such as 'sliding_window(window=1024)+int8'.")
+    ] = _DEFAULT.cache,
+    slots: Annotated[int, typer.Option(help="Sessions held at once.")] = _DEFAULT.slots,
+    capacity: Annotated[int, typer.Option(help="Most tokens a session stores.")] = (
+        _DEFAULT.capacity
+    ),
+    page_size: Annotated[int, typer.Option(help="Tokens a page.")] = _DEFAULT.page_size,
+    decode_chunk: Annotated[int, typer.Option(help="Most tokens a call samples.")] = (
+        _DEFAULT.decode_chunk
+    ),
+    prefill_tokens: Annotated[int, typer.Option(help="Most prompt tokens of a call.")] = (
+        _DEFAULT.prefill_tokens
+    ),
+    batch_sizes: Annotated[str, typer.Option(help="Compiled batch sizes, ascending.")] = (
+        ",".join(map(str, _DEFAULT.batch_sizes))
+    ),
+    batch_timeout_us: Annotated[int, typer.Option(help="Wait for batch mates, µs.")] = (
+        _DEFAULT.batch_timeout_us
+    ),
+    max_enqueued_batches: Annotated[int, typer.Option(help="Batches that may wait.")] = (
+        _DEFAULT.max_enqueued_batches
+    ),
+    history: Annotated[int, typer.Option(help="Tokens a session remembers, 0 = context.")] = (
+        _DEFAULT.history
+    ),
+    ttl_ms: Annotated[int, typer.Option(help="Lifetime of an idle session, ms.")] = _DEFAULT.ttl_ms,
+    scan_pages: Annotated[int, typer.Option(help="Pages attention reads at once.")] = (
+        _DEFAULT.scan_pages
+    ),
+    xla: Annotated[bool, typer.Option(help="Compile with XLA.")] = _DEFAULT.xla,
+) -> None:
+    """Writes an artifact that TensorFlow Serving loads, and verifies it."""
+    engine = EngineConfig(
+        cache=cache,
+        slots=slots,
+        capacity=capacity,
+        page_size=page_size,
+        decode_chunk=decode_chunk,
+        prefill_tokens=prefill_tokens,
+        batch_sizes=_numbers("--batch-sizes", batch_sizes),
+        batch_timeout_us=batch_timeout_us,
+        max_enqueued_batches=max_enqueued_batches,
+        history=history,
+        ttl_ms=ttl_ms,
+        scan_pages=scan_pages,
+        xla=xla,
+    )
+    from tfkv.export import export as write_artifact
+
+    with terminal.Steps() as steps:
+        version_dir = write_artifact(source, out, engine, progress=steps)
+    typer.echo(str(version_dir))
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.replace(",", " ").split())
+    except ValueError:
+        raise ConfigError(
+            f"`{option}` must be numbers with commas between them, such as 1,2,4. "
+            f"Received: {text!r}."
+        ) from None
+
+
+@app.command()
+def serve(
+    directory: Annotated[
+        pathlib.Path, typer.Argument(help="Model directory, polled for new versions.")
+    ],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="gRPC port, 0 = a free one.")] = 8500,
+    rest_port: Annotated[
+        int, typer.Option(min=-1, max=65535, help="REST port, 0 = a free one, -1 = no REST.")
+    ] = 8501,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    name: Annotated[str, typer.Option(help="Model name clients ask for.")] = "tfkv",
+    grpc_max_threads: Annotated[
+        int, typer.Option(min=0, help="Threads that hold calls, 0 = 4 a CPU.")
+    ] = 0,
+    poll_seconds: Annotated[
+        float, typer.Option(min=0, help="Look for versions so often, 0 = once.")
+    ] = 1.0,
+    grace: Annotated[float, typer.Option(min=0, help="Seconds to finish calls at the end.")] = 30.0,
+    enable_batching: Annotated[
+        bool, typer.Option("--enable-batching", help="Batch as the server flag does; a test mode.")
+    ] = False,
+    batching_parameters_file: Annotated[
+        pathlib.Path | None, typer.Option(help="Its parameters, a text-format proto.")
+    ] = None,
+    xla: Annotated[bool, typer.Option(help="Allow XLA to compile.")] = True,
+) -> None:
+    """Serves an artifact until SIGTERM or Ctrl-C, as TensorFlow Serving does."""
+    if batching_parameters_file is not None and not enable_batching:
+        raise ConfigError("`--batching-parameters-file` needs `--enable-batching`.")
+    from tfkv.serving.server import Server, run
+
+    with terminal.Steps() as steps:
+        _log_to(steps)
+        server = Server(
+            directory,
+            name=name,
+            host=host,
+            port=port,
+            rest_port=None if rest_port < 0 else rest_port,
+            grpc_max_threads=grpc_max_threads,
+            poll_seconds=poll_seconds,
+            batching=_batching(batching_parameters_file) if enable_batching else None,
+            progress=steps,
+            xla_cpu_compilation_enabled=xla,
+        )
+        run(server, grace, on_ready=lambda server: _announce(server, steps))
+
+
+def _batching(path: pathlib.Path | None) -> BatchingParameters:
+    from tfkv.serving.server import BatchingParameters
+
+    return BatchingParameters() if path is None else BatchingParameters.read(path)
+
+
+def _announce(server: Server, steps: terminal.Steps) -> None:
+    """One line on standard output once the server answers; `tfkv.demo` reads it."""
+    steps.close()
+    rest = "" if server.rest_port is None else f", REST {server.host}:{server.rest_port}"
+    typer.echo(f"Serving {server.name}: gRPC {server.target}{rest}")
+    sys.stdout.flush()
+
+
+def _log_to(steps: terminal.Steps) -> None:
+    """Log lines above the bars."""
+    from rich.logging import RichHandler
+
+    handler = RichHandler(console=steps.console, show_path=False, markup=False, highlighter=None)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler])
+    logging.getLogger("tfkv").setLevel(logging.INFO)
+
+
+@contextlib.contextmanager
+def _client(
+    target: str, model: str, artifact: pathlib.Path | None, timeout: float = 120.0
+) -> Iterator[Client]:
+    from tfkv.serving import Client
+
+    with Client(target, model, artifact=artifact, timeout=timeout) as client:
+        yield client
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to continue; - reads standard input.")],
+    target: Target = "127.0.0.1:8500",
+    model: Model = "tfkv",
+    artifact: Artifact = None,
+    raw: Annotated[bool, typer.Option("--raw", help="No chat template around it.")] = False,
+    ids: Annotated[
+        bool, typer.Option("--ids", help="The prompt is token ids; so is the answer.")
+    ] = (False),
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    seed: Seed = None,
+    timeout: Timeout = 120.0,
+    stats: Annotated[bool, typer.Option("--stats", help="Speed, to standard error.")] = False,
+) -> None:
+    """Answers one prompt; the answer streams to standard output."""
+    from tfkv.serving import Sampling
+
+    sampling = Sampling(max_new_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed)
+    text = sys.stdin.read() if prompt == "-" else prompt
+    with _client(target, model, None if ids else artifact, timeout) as client:
+        given: Any = text
+        if ids:
+            given = _numbers("PROMPT", text)
+        elif client.chat_template is not None and not raw:
+            given = [{"role": "user", "content": text}]
+        with client.session() as session:
+            generation = session.start(given, sampling)
+            terminal.stream(generation)
+        if stats:
+            terminal.notes().print(terminal.speed(generation.result))
+
+
+@app.command()
+def chat(
+    target: Target = "127.0.0.1:8500",
+    model: Model = "tfkv",
+    artifact: Artifact = None,
+    system: Annotated[str | None, typer.Option(help="Instructions that open the talk.")] = None,
+    overflow: Overflow = "error",
+    max_new_tokens: MaxNewTokens = 512,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    seed: Seed = None,
+    timeout: Timeout = 120.0,
+) -> None:
+    """Talks in one session: each turn computes only its own tokens.
+
+    /reset starts over, /stats shows speed and bytes, /quit ends. Ctrl-C ends an answer.
+    """
+    sampling = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "seed": seed,
+    }
+    with _client(target, model, artifact, timeout) as client:
+        if client.chat_template is None:
+            raise ConfigError(
+                "`tfkv chat` needs a chat template and a tokenizer: give --artifact DIR (or set "
+                "TFKV_ARTIFACT) of an artifact that has both. `tfkv generate --ids` needs neither."
+            )
+        _Chat(client, sampling, system, overflow).run()
+
+
+class _Chat:
+    """The loop of `tfkv chat`."""
+
+    def __init__(
+        self, client: Client, sampling: dict[str, Any], system: str | None, overflow: str
+    ) -> None:
+        self._client = client
+        self._sampling = sampling
+        self._system = system
+        self._overflow = overflow
+        self._session = self._open()
+        self._last = ""
+
+    def _open(self) -> Session:
+        return self._client.session(overflow=self._overflow)
+
+    def run(self) -> None:
+        """Reads lines until /quit or the end of the input; then the session is closed."""
+        terminal.notes().print("/reset, /stats, /quit; Ctrl-C ends an answer", style="dim")
+        try:
+            while (line := self._read()) is not None:
+                if line.startswith("/"):
+                    if line in ("/quit", "/exit"):
+                        break
+                    self._command(line)
+                elif line:
+                    self._say(line)
+        finally:
+            self._session.__exit__(None, None, None)
+
+    @staticmethod
+    def _read() -> str | None:
+        try:
+            return input("> " if sys.stdin.isatty() else "").strip()
+        except (EOFError, KeyboardInterrupt):
+            return None
+
+    def _say(self, line: str) -> None:
+        system = None if self._session.messages else self._system
+        try:
+            generation = self._session.chat(line, system=system, **self._sampling)
+            try:
+                terminal.stream(generation)
+            except KeyboardInterrupt:
+                generation.close()
+            self._last = terminal.speed(generation.result)
+        except TfkvError as error:  # the talk goes on: the transcript is still here
+            terminal.notes().print(f"Error: {error}", style="red", soft_wrap=True)
+
+    def _command(self, line: str) -> None:
+        if line == "/reset":
+            self._session.__exit__(None, None, None)
+            self._session = self._open()
+            self._last = ""
+            terminal.notes().print("A new session.", style="dim")
+        elif line == "/stats":
+            self._stats()
+        else:
+            terminal.notes().print(f"No command {line}. Known: /reset, /stats, /quit.")
+
+    def _stats(self) -> None:
+        show = terminal.notes().print
+        if self._last:
+            show(f"last answer: {self._last}")
+        show(f"session: {self._session.position} tokens, {self._session.replays} replays")
+        if self._client.manifest is not None:
+            show(terminal.held(self._client.manifest, self._session.position))
+        try:
+            for name, value in self._client.stats().items():
+                show(f"{name}: {value}")
+        except TfkvError as error:
+            show(f"Error: {error}", style="red", soft_wrap=True)
+
+
+@app.command()
+def inspect(
+    directory: Directory,
+    signature: Annotated[str | None, typer.Option(help="Inputs and outputs of this one.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Shows an artifact: model, cache, bytes a token and a session, signatures."""
+    from tfkv import inspection
+
+    if as_json:
+        typer.echo(json.dumps(inspection.describe(directory), indent=1, ensure_ascii=False))
+    else:
+        terminal.output().print(inspection.render(directory, signature))
+
+
+@app.command()
+def stats(
+    target: Target = "127.0.0.1:8500",
+    model: Model = "tfkv",
+    timeout: Timeout = 10.0,
+    as_json: AsJson = False,
+) -> None:
+    """Shows the counters of a served artifact."""
+    from tfkv.manifest import STATS
+
+    with _client(target, model, None, timeout) as client:
+        values = client.stats()
+    if as_json:
+        typer.echo(json.dumps(values, indent=1))
+    else:
+        terminal.output().print(terminal.stats_table(values, STATS))
+
+
+def main() -> None:
+    """Entry point of the `tfkv` command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""What the command line and the demo show on a terminal, or in a log where there is none."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from tfkv.manifest import Manifest
+
+_STAGES = {
+    "load": "Loading",
+    "import": "Reading the model",
+    "warmup": "Warming up",
+    "export": "Exporting",
+    "verify": "Verifying",
+}
+
+
+def output() -> Console:
+    """Standard output, for results. Text is printed as it is: brackets are not markup."""
+    return Console(markup=False, highlight=False)
+
+
+def notes() -> Console:
+    """Standard error, for progress and remarks."""
+    return Console(stderr=True, markup=False, highlight=False)
+
+
+class Steps:
+    """Progress bars, one a stage, as a context manager and a callback.
+
+    On a terminal the bars move; elsewhere each stage is one line, printed when it is done.
+
+    Args:
+        console: Where to draw; `notes` by default.
+
+    Call arguments:
+        stage: Name of the stage; a known one is shown in words.
+        done: Steps done.
+        total: Steps in all.
+
+    Example:
+        >>> with Steps() as steps:
+        ...     steps("warmup", 3, 12)
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or notes()
+        self._tasks: dict[str, Any] = {}
+        self._progress = Progress(
+            TextColumn("{task.description:<18}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leaves the bars as they are; later stages, of a running server, are not shown."""
+        self._progress.stop()
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        words = _STAGES.get(stage, stage)
+        if stage not in self._tasks:
+            self._tasks[stage] = self._progress.add_task(words, total=total or None)
+        self._progress.update(self._tasks[stage], completed=done, total=total or None)
+        if done >= total > 0 and not self.console.is_terminal:
+            self.console.print(f"{words}: {done}/{total}")
+
+
+def stream(pieces: Iterable[Any]) -> None:
+    """Prints pieces as they arrive, then a line end; token ids with spaces between them."""
+    try:
+        for piece in pieces:
+            sys.stdout.write(piece if isinstance(piece, str) else f"{piece} ")
+            sys.stdout.flush()
+    finally:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+
+
+def speed(result: Any) -> str:
+    """One line about a `tfkv.serving.Result`: tokens, time to first token, rate."""
+    parts = [
+        f"{result.prompt_tokens} prompt + {len(result.tokens)} new tokens",
+        f"first token after {result.time_to_first_token * 1000:.0f} ms",
+    ]
+    if result.tokens_per_second:
+        parts.append(f"{result.tokens_per_second:.1f} tokens/s")
+    parts.append(f"finish: {result.finish.name.lower()}")
+    return ", ".join(parts)
+
+
+def cache_bytes(manifest: Manifest, position: int) -> tuple[int, int]:
+    """Bytes of cache that a session uses at a position, and those reserved for it."""
+    most = manifest.bytes_per_session
+    return min(position * manifest.bytes_per_token, most), most
+
+
+def held(manifest: Manifest, position: int) -> str:
+    """One line about the cache of a session at a position."""
+    used, reserved = cache_bytes(manifest, position)
+    return (
+        f"cache: {position} tokens hold {human_bytes(used)} ({manifest.bytes_per_token:,} bytes a "
+        f"token), of {human_bytes(reserved)} reserved for the session"
+    )
+
+
+def human_bytes(count: float) -> str:
+    """A number of bytes for people: ``1.5 MiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024 or unit == "GiB":
+            break
+        count /= 1024
+    return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+
+
+def stats_table(stats: Mapping[str, int], meanings: Mapping[str, str]) -> Table:
+    """Counters of an artifact, one a row, with what each counts."""
+    table = Table(title="Statistics", title_justify="left", title_style="bold", box=None)
+    table.add_column("counter")
+    table.add_column("value", justify="right")
+    table.add_column("meaning", overflow="fold")
+    for name, value in stats.items():
+        table.add_row(name, f"{value:,}" if name != "epoch" else str(value), meanings.get(name, ""))
+    return table
