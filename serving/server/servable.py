@@ -10,6 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.protobuf import meta_graph_pb2
+from tensorflow.python.saved_model import loader_impl
 from tensorflow_serving.apis import predict_pb2
 
 from tfkv.serving.server.batching_parameters import BatchingParameters
@@ -123,7 +124,7 @@ def _load(
     session = tf.compat.v1.Session(graph=graph, config=config)
     try:
         with graph.as_default():
-            meta_graph = tf.compat.v1.saved_model.load(session, ["serve"], str(path))
+            meta_graph = loader_impl.SavedModelLoader(str(path)).load(session, ["serve"])
     except tf.errors.OpError as error:
         session.close()
         raise CallError.from_number(error.error_code, error.message) from error

@@ -27,7 +27,7 @@ def read_warmup(version_dir: pathlib.Path) -> list[prediction_log_pb2.Prediction
         return []
     logs: list[prediction_log_pb2.PredictionLog] = []
     try:
-        for record in tf.compat.v1.io.tf_record_iterator(str(path)):
+        for record in tf.data.TFRecordDataset(str(path)).as_numpy_iterator():
             if len(logs) == MAX_RECORDS:
                 raise invalid_argument(
                     f"Number of warmup records exceeds the maximum ({MAX_RECORDS}) at {path}"
