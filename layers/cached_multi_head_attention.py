@@ -188,8 +188,9 @@ class CachedMultiHeadAttention(keras.layers.Layer):
             view = self.store.view(state, before=first_position(positions))
             old = self._attend(queries, positions, *view, codec)
             part = attention.merge(old, part)
-            state = self.store.write(state, positions, keys, values)
         mixed = attention.ungroup_output(attention.normalize(part), self.num_heads)
+        if state is not None:
+            state = self.store.write(state, positions, keys, values, after=mixed)
         return self.attention_output(tf.cast(mixed, self.compute_dtype)), state
 
     def _positions(

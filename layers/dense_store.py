@@ -45,7 +45,7 @@ class DenseStore:
     from there on are taken back and written anew. A window can take back `rollback` tokens
     only. Whatever breaks these rules, or lies past the capacity of a policy without bound,
     is written nowhere: it raises in eager mode, and is counted in ``dropped`` inside a
-    graph, where nothing may raise.
+    graph, where nothing may raise. So is a row whose attention is not a number.
 
     Args:
         cache: Policy and codec, as `CacheSpec` or its string.
@@ -130,7 +130,14 @@ class DenseStore:
         positions = tf.where(held, positions, -1)
         return CacheView(self._side(state, "keys"), self._side(state, "values"), positions)
 
-    def write(self, state: State, positions: tf.Tensor, keys: Coded, values: Coded) -> State:
+    def write(
+        self,
+        state: State,
+        positions: tf.Tensor,
+        keys: Coded,
+        values: Coded,
+        after: tf.Tensor | None = None,
+    ) -> State:
         """Stores a chunk.
 
         Args:
@@ -138,6 +145,9 @@ class DenseStore:
             positions: int32 ``[B, T]``, absolute; −1 = padding, which writes nothing.
             keys: Encoded by the cache's codec, parts ``[B, K, T, ...]``.
             values: Likewise.
+            after: ``[B, ...]``, what was computed from `view`; a row that holds a NaN is
+                refused. Without it XLA does not know that the reads come before the
+                write, and copies the cache twice a step.
 
         Returns:
             A state of the same spec. Of a chunk longer than a window, only what the window
@@ -145,11 +155,12 @@ class DenseStore:
 
         Raises:
             CacheError: In eager mode, a token is past the capacity, leaves a gap, or takes
-                back more than the window still has.
+                back more than the window still has, or a row of `after` holds a NaN.
         """
-        plan = self._plan(state, positions)
+        sound = tf.ones_like(state["filled"], tf.bool) if after is None else _sound(after)
+        plan = self._plan(state, positions, sound)
         if tf.executing_eagerly():
-            self._refuse_dropped(state, positions, plan)
+            self._refuse_dropped(state, positions, plan, sound)
         slots, sources, writes = self._slots(plan.entries)
         new = {"filled": plan.filled, "reached": plan.reached, "dropped": plan.dropped}
         for side, coded in (("keys", keys), ("values", values)):
@@ -165,14 +176,14 @@ class DenseStore:
     def _side(self, state: State, side: str) -> Coded:
         return {name: state[f"{side}/{name}"] for name in self.cache.codec.spec(self.head_dim)}
 
-    def _plan(self, state: State, positions: tf.Tensor) -> _Plan:
+    def _plan(self, state: State, positions: tf.Tensor, sound: tf.Tensor) -> _Plan:
         """Entry of each token, −1 = nowhere, and the counts after the write."""
         filled, reached = state["filled"], state["reached"]
         given = positions >= 0
         tokens = tf.reduce_sum(tf.cast(given, tf.int32), axis=1)
         start = first_position(positions)
         in_row = tf.reduce_all(~given | (positions - start[:, tf.newaxis] == ranks(given)), axis=1)
-        follows = in_row & (start <= filled)
+        follows = sound & in_row & (start <= filled)
         if self.rollback >= 0:
             follows &= (start >= reached - self.rollback) | (reached <= self.layout.entries)
         kept = given & follows[:, tf.newaxis]
@@ -211,11 +222,18 @@ class DenseStore:
         rows = tf.reshape(tf.range(batch * heads), [batch, heads, 1]) * self.layout.entries
         return rows + entries[:, tf.newaxis, :], sources, tf.reduce_any(writing, axis=1)
 
-    def _refuse_dropped(self, state: State, positions: tf.Tensor, plan: _Plan) -> None:
+    def _refuse_dropped(
+        self, state: State, positions: tf.Tensor, plan: _Plan, sound: tf.Tensor
+    ) -> None:
         refused = (plan.dropped - state["dropped"]).numpy()
         if not refused.any():
             return
         row = int(refused.argmax())
+        if not sound[row]:
+            raise CacheError(
+                f"Attention of row {row} is not a number, so its keys and values were not stored. "
+                "Look for NaN in the input and in the weights."
+            )
         filled = int(state["filled"][row])
         limit = "any number of tokens" if self.capacity < 0 else f"at most {self.capacity} tokens"
         back = "all of them" if self.rollback < 0 else f"{self.rollback} of them"
@@ -225,6 +243,11 @@ class DenseStore:
             f"Received: positions[{row}]={positions[row].numpy().tolist()}. Shorten the session, "
             "raise `capacity`, or choose a cache that forgets, such as 'sliding_window'."
         )
+
+
+def _sound(x: tf.Tensor) -> tf.Tensor:
+    """bool ``[B]``, whether a row of ``x [B, ...]`` is free of NaN."""
+    return ~tf.math.is_nan(tf.reduce_sum(x, axis=list(range(1, x.shape.rank))))
 
 
 def _scatter(
