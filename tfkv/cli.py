@@ -105,8 +105,8 @@ def _root(
 ) -> None:
     del version
     os.environ.setdefault("KERAS_BACKEND", "tensorflow")
-    if not debug:
-        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    if debug:
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0")
 
 
 @app.command()
@@ -161,6 +161,7 @@ def export(
         scan_pages=scan_pages,
         xla=xla,
     )
+    terminal.load_tensorflow()
     from tfkv.export import export as write_artifact
 
     with terminal.Steps() as steps:
@@ -207,6 +208,7 @@ def serve(
     """Serves an artifact until SIGTERM or Ctrl-C, as TensorFlow Serving does."""
     if batching_parameters_file is not None and not enable_batching:
         raise ConfigError("`--batching-parameters-file` needs `--enable-batching`.")
+    terminal.load_tensorflow()
     from tfkv.serving.server import Server, run
 
     with terminal.Steps() as steps:

@@ -41,7 +41,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     options = parser.parse_args(arguments)
     os.environ.setdefault("KERAS_BACKEND", "tensorflow")
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     try:
         prepare(options.directory)
         with serving(options.directory) as target:
@@ -66,6 +65,7 @@ def prepare(directory: pathlib.Path) -> pathlib.Path:
             _say(f"Using {version_dir}, exported before.")
             return version_dir
     _say(f"Exporting {SOURCE} to {directory} ...")
+    terminal.load_tensorflow()
     from tfkv.export import export
 
     with terminal.Steps() as steps:

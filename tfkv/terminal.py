@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import sys
+import tempfile
 from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self
@@ -30,6 +33,33 @@ def output() -> Console:
 def notes() -> Console:
     """Standard error, for progress and remarks."""
     return Console(stderr=True, markup=False, highlight=False)
+
+
+def load_tensorflow() -> None:
+    """Imports TensorFlow without the messages of its C++ start, unless they are asked for.
+
+    It writes them to standard error before it reads ``TF_CPP_MIN_LOG_LEVEL``. The variable's
+    value 0 keeps them, and so does an import that fails.
+
+    Raises:
+        ModuleNotFoundError: It is not installed.
+    """
+    if os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2") == "0":
+        importlib.import_module("tensorflow")
+        return
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as messages:
+        os.dup2(messages.fileno(), 2)
+        try:
+            importlib.import_module("tensorflow")
+        except BaseException:
+            messages.seek(0)
+            os.write(kept, messages.read())
+            raise
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
 
 
 class Steps:

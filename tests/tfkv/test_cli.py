@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import subprocess
 import sys
@@ -28,6 +29,12 @@ def run(*arguments, **options):
 
 def plain(text):
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+@pytest.fixture
+def no_tensorflow(monkeypatch):
+    """Commands that would load TensorFlow, with a stand-in for what they call."""
+    monkeypatch.setattr(terminal, "load_tensorflow", lambda: None)
 
 
 @pytest.fixture
@@ -171,7 +178,7 @@ def test_wrong_values(arguments, message):
     assert message in plain(result.stderr)
 
 
-def test_export_hands_options_to_the_exporter(monkeypatch, tmp_path):
+def test_export_hands_options_to_the_exporter(no_tensorflow, monkeypatch, tmp_path):
     seen = {}
 
     def export(source, out_dir, engine, *, progress):
@@ -191,7 +198,7 @@ def test_export_hands_options_to_the_exporter(monkeypatch, tmp_path):
     )
 
 
-def test_an_export_that_fails(monkeypatch, tmp_path):
+def test_an_export_that_fails(no_tensorflow, monkeypatch, tmp_path):
     def export(*_, **__):
         raise ModelSourceError("Unsupported architecture [gpt].")
 
@@ -202,7 +209,7 @@ def test_an_export_that_fails(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(("module", "extra"), [("tensorflow", "export,serve"), ("gguf", "export")])
-def test_a_missing_extra_is_named(monkeypatch, module, extra, tmp_path):
+def test_a_missing_extra_is_named(no_tensorflow, monkeypatch, module, extra, tmp_path):
     def export(*_, **__):
         raise ModuleNotFoundError(f"No module named {module!r}", name=module)
 
@@ -226,6 +233,19 @@ def test_the_command_starts_without_tensorflow():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout.strip() == "[]", result.stderr
+
+
+@pytest.mark.parametrize("level", ["0", "2"])
+def test_tensorflow_starts_silently_unless_asked(level, tmp_path):
+    (tmp_path / "tensorflow.py").write_text("import os; os.write(2, b'noise')", encoding="utf-8")
+    code = "import os, tfkv.terminal as t; t.load_tensorflow(); os.write(2, b'after')"
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "TF_CPP_MIN_LOG_LEVEL": level},
+        capture_output=True,
+        text=True,
+    )
+    assert result.stderr == ("noiseafter" if level == "0" else "after")
 
 
 class FakeGeneration:

@@ -8,7 +8,7 @@ import types
 
 import pytest
 
-from tfkv import __version__, demo
+from tfkv import __version__, demo, terminal
 from tfkv.config import DecoderConfig
 from tfkv.errors import ServerError
 from tfkv.manifest import MANIFEST_PATH, Manifest, signature_table
@@ -40,6 +40,7 @@ def exports(monkeypatch):
         calls.append((source, directory, engine))
         return directory / "9"
 
+    monkeypatch.setattr(terminal, "load_tensorflow", lambda: None)
     monkeypatch.setitem(sys.modules, "tfkv.export", types.SimpleNamespace(export=export))
     return calls
 
