@@ -22,7 +22,7 @@ from tfkv.serving.server.tensors import dtype_name, fill_tensor, parse_tensor
 
 Inputs = Mapping[str, meta_graph_pb2.TensorInfo]
 
-_INTEGERS = {
+_INTEGERS: dict[int, Any] = {
     types_pb2.DT_INT32: np.int32,
     types_pb2.DT_INT16: np.int16,
     types_pb2.DT_INT8: np.int8,
@@ -31,9 +31,13 @@ _INTEGERS = {
     types_pb2.DT_UINT32: np.uint32,
     types_pb2.DT_UINT64: np.uint64,
 }
-_FLOATS = {types_pb2.DT_FLOAT: np.float32, types_pb2.DT_DOUBLE: np.float64}
+_FLOATS: dict[int, Any] = {types_pb2.DT_FLOAT: np.float32, types_pb2.DT_DOUBLE: np.float64}
 #: TensorFlow Serving checks the small types against the range of int32 only.
-_RANGES = {types_pb2.DT_INT16: np.int32, types_pb2.DT_INT8: np.int32, types_pb2.DT_UINT8: np.int32}
+_RANGES: dict[int, Any] = {
+    types_pb2.DT_INT16: np.int32,
+    types_pb2.DT_INT8: np.int32,
+    types_pb2.DT_UINT8: np.int32,
+}
 
 
 def parse_predict(
@@ -348,7 +352,7 @@ def _json_type(value: Any) -> str:
         return "Null"
     if isinstance(value, bool):
         return str(value)
-    names = {dict: "Object", list: "Array", str: "String"}
+    names: dict[type, str] = {dict: "Object", list: "Array", str: "String"}
     return names.get(type(value), "Number")
 
 

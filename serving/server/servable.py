@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import grpc
 import tensorflow as tf
 from tensorflow.core.protobuf import meta_graph_pb2
 from tensorflow.python.saved_model import loader_impl
@@ -103,7 +104,10 @@ class Servable:
         response.model_spec.signature_name = spec.signature_name or DEFAULT_SIGNATURE
         response.model_spec.version.value = self.version
         for alias, value in zip(aliases, values, strict=True):
-            fill_tensor(value, response.outputs[alias])
+            try:
+                fill_tensor(value, response.outputs[alias])
+            except ValueError as error:
+                raise CallError(grpc.StatusCode.UNIMPLEMENTED, f"{alias}: {error}") from error
         return response
 
     def close(self) -> None:

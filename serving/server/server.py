@@ -6,6 +6,7 @@ import logging
 import os
 import pathlib
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -51,7 +52,8 @@ class Server:
             that run at once, and the next one fails with RESOURCE_EXHAUSTED. 0 = 4 a CPU.
         poll_seconds: Seconds between two looks for new versions, 0 = never.
         batching: Emulate ``--enable_batching`` with these parameters; a test mode.
-        progress: Called while a version loads and warms up.
+        progress: Called while a version loads and warms up; by the polling thread for a
+            version that appears later.
         session: Threads of the TensorFlow session.
         xla_cpu_compilation_enabled: False refuses XLA compilation as stock TensorFlow
             Serving does without that flag; for the whole process.
@@ -113,15 +115,20 @@ class Server:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def start(self) -> Self:
-        """Binds the ports, loads and warms up the newest version, then begins to answer."""
-        plane = DataPlane(self._manager, self.metrics)
+        """Loads and warms up the newest version, then binds the ports and begins to answer."""
         port, rest_port = self._wanted_ports
+        # Loading can take a minute: find a taken port before. The ports are bound after it,
+        # so that a client is refused meanwhile instead of hanging.
+        for wanted in (port, rest_port):
+            if wanted:
+                _check_free(self.host, wanted)
         set_xla_compilation(self._xla)
+        plane = DataPlane(self._manager, self.metrics)
         try:
+            self._manager.start()
             self._grpc = GrpcFace(plane, self.host, port, self._threads)
             if rest_port is not None:
                 self._rest = RestFace(plane, self.host, rest_port, self._rest_timeout)
-            self._manager.start()
         except CallError as error:
             self.stop(0)
             raise ServerError(f"Failed to start server. Error: {error}") from error
@@ -184,10 +191,26 @@ class Server:
         replay_warmup(servable, logs, lambda done, total: self._progress("warmup", done, total))
 
 
+def _check_free(host: str, port: int) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ServerError(
+                f"Cannot listen on {host}:{port}: {error}. Choose another port, or 0 for a "
+                "free one."
+            ) from error
+
+
 def run(
     server: Server, grace: float = 30.0, on_ready: Callable[[Server], None] | None = None
 ) -> None:
     """Runs a server until SIGTERM or SIGINT, then drains it. A second signal kills.
+
+    Call it from the main thread. A signal that comes before the server answers ends the
+    process with SystemExit, since there is nothing to drain.
 
     Args:
         server: Server that is not started.
@@ -198,15 +221,19 @@ def run(
         ServerError: The server did not start.
     """
     asked = threading.Event()
+    answering = False
 
     def ask(number: int, frame: FrameType | None) -> None:
         del frame
         signal.signal(number, signal.SIG_DFL)
+        if not answering:
+            raise SystemExit(128 + number)
         asked.set()
 
     previous = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         server.start()
+        answering = True
         if on_ready is not None:
             on_ready(server)
         asked.wait()

@@ -49,7 +49,7 @@ class SessionRunner:
             proto = config_pb2.RunOptions(timeout_in_ms=timeout_ms)
             options = pywrap_tf_session.TF_NewBufferFromString(proto.SerializeToString())
         try:
-            return pywrap_tf_session.TF_SessionRun_wrapper(
+            values = pywrap_tf_session.TF_SessionRun_wrapper(
                 self._session._session,
                 options,
                 {self._handle(name): value for name, value in feeds.items()},
@@ -57,6 +57,8 @@ class SessionRunner:
                 [],
                 None,
             )
+            # A scalar string comes back as bytes, a scalar number as a NumPy scalar.
+            return [np.asarray(v, object if isinstance(v, bytes) else None) for v in values]
         except tf.errors.OpError as error:
             raise CallError.from_number(error.error_code, error.message) from error
         finally:

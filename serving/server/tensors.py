@@ -52,8 +52,15 @@ def dtype_name(number: int) -> str:
 
 
 def dtype_number(dtype: np.dtype) -> int:
-    """DataType number of a NumPy type; objects and bytes are strings."""
-    return _NUMBER_OF.get(dtype, types_pb2.DT_STRING)
+    """DataType number of a NumPy type; objects are strings.
+
+    Raises:
+        ValueError: No typed field carries this dtype.
+    """
+    try:
+        return _NUMBER_OF[dtype]
+    except KeyError:
+        raise ValueError(f"a tensor of dtype {dtype} cannot be sent") from None
 
 
 def parse_tensor(proto: tensor_pb2.TensorProto) -> np.ndarray:

@@ -28,6 +28,17 @@ from tensorflow_serving.apis import (
 from tfkv.serving.server import Server
 
 F32 = tf.float32
+SIGNATURES = (
+    "slow",
+    "loops_done",
+    "compiled",
+    "scaled",
+    "wide",
+    "scalar",
+    "text",
+    "typed",
+    "long_error",
+)
 
 
 def _spec(dtype: tf.DType, name: str, *axes: int | None) -> tf.TensorSpec:
@@ -86,7 +97,11 @@ class StatefulModel(tf.Module):
         return {"y": self._compiled(x)}
 
     @tf.function(input_signature=[_spec(F32, "x"), _spec(F32, "scale")])
-    def scaled(self, x: tf.Tensor, scale: tf.Tensor = tf.constant([10.0])) -> dict[str, tf.Tensor]:
+    def scaled(
+        self,
+        x: tf.Tensor,
+        scale: tf.Tensor = tf.constant([10.0]),  # noqa: B008
+    ) -> dict[str, tf.Tensor]:
         return {"y": x * scale}
 
     @tf.function(input_signature=[_spec(F32, "x", None)])
@@ -95,15 +110,13 @@ class StatefulModel(tf.Module):
 
     @tf.function(input_signature=[_spec(F32, "x")])
     def scalar(self, x: tf.Tensor) -> dict[str, tf.Tensor]:
-        return {"sum": tf.reduce_sum(x)}
+        return {"sum": tf.reduce_sum(x), "name": tf.constant("scalar")}
 
     @tf.function(input_signature=[_spec(tf.string, "text")])
     def text(self, text: tf.Tensor) -> dict[str, tf.Tensor]:
         return {"upper": tf.strings.upper(text), "raw_bytes": tf.identity(text)}
 
-    @tf.function(
-        input_signature=[_spec(tf.int32, "i"), _spec(tf.bool, "b"), _spec(tf.int64, "l")]
-    )
+    @tf.function(input_signature=[_spec(tf.int32, "i"), _spec(tf.bool, "b"), _spec(tf.int64, "l")])
     def typed(self, i: tf.Tensor, b: tf.Tensor, l: tf.Tensor) -> dict[str, tf.Tensor]:  # noqa: E741
         return {"i": i + 1, "b": tf.logical_not(b), "l": l + 1, "h": tf.cast(i, tf.float16) / 4}
 
@@ -117,9 +130,7 @@ class StatefulModel(tf.Module):
 def save_model(path: pathlib.Path, version: int) -> None:
     model = StatefulModel(version)
     signatures = {"serving_default": model.step}
-    for name in (
-        "slow loops_done compiled scaled wide scalar text typed long_error".split()
-    ):
+    for name in SIGNATURES:
         signatures[name] = getattr(model, name)
     tf.saved_model.save(model, str(path), signatures=signatures)
 

@@ -54,6 +54,12 @@ def test_all_dtypes(caller: Any) -> None:
     assert answer["h"].dtype == np.float16 and answer["h"] == [1.0]
 
 
+def test_scalars(caller: Any) -> None:
+    answer = caller.predict("scalar", {"x": np.array([1, 2], F)})
+    assert answer["sum"].shape == answer["name"].shape == ()
+    assert (answer["sum"], answer["name"].item()) == (3.0, b"scalar")
+
+
 def test_xla_compiled_function(caller: Any) -> None:
     np.testing.assert_array_equal(caller.predict("compiled", {"x": X})["y"], [4.5])
 
@@ -72,10 +78,14 @@ def test_messages_beyond_4_mb(caller: Any) -> None:
 OUTPUTS = "{batch,before,total,version,y}"
 REFUSALS = {
     "unknown model": (
-        dict(name="nope"), "NOT_FOUND", "Servable not found for request: Latest(nope)",
+        dict(name="nope"),
+        "NOT_FOUND",
+        "Servable not found for request: Latest(nope)",
     ),
     "unknown version": (
-        dict(version=7), "NOT_FOUND", "Servable not found for request: Specific(m, 7)",
+        dict(version=7),
+        "NOT_FOUND",
+        "Servable not found for request: Specific(m, 7)",
     ),
     "no model name": (dict(name=""), "INVALID_ARGUMENT", "ModelSpec has no name specified."),
     "unknown signature": (
@@ -131,7 +141,9 @@ REFUSALS = {
         f"{OUTPUTS}.",
     ),
     "duplicate output_filter": (
-        dict(outputs=("y", "y")), "INVALID_ARGUMENT", "duplicate output tensor alias: y",
+        dict(outputs=("y", "y")),
+        "INVALID_ARGUMENT",
+        "duplicate output tensor alias: y",
     ),
 }
 
@@ -179,10 +191,12 @@ def test_status(caller: Any, refused: Any) -> None:
     assert entry.state == get_model_status_pb2.ModelVersionStatus.AVAILABLE
     assert entry.status.error_code == 0
     assert refused(caller.status, "nope") == (
-        "NOT_FOUND", "Could not find any versions of model nope",
+        "NOT_FOUND",
+        "Could not find any versions of model nope",
     )
     assert refused(caller.status, "m", 7) == (
-        "NOT_FOUND", "Could not find version 7 of model m",
+        "NOT_FOUND",
+        "Could not find version 7 of model m",
     )
 
 
@@ -193,13 +207,16 @@ def test_metadata(caller: Any, refused: Any) -> None:
     assert response.model_spec.version.value == 1
     assert signatures.signature_def["scaled"].inputs["x"].dtype == types_pb2.DT_FLOAT
     assert refused(caller.metadata) == (
-        "INVALID_ARGUMENT", "GetModelMetadataRequest must specify at least one metadata_field",
+        "INVALID_ARGUMENT",
+        "GetModelMetadataRequest must specify at least one metadata_field",
     )
     assert refused(caller.metadata, "bogus") == (
-        "INVALID_ARGUMENT", "Metadata field bogus is not supported",
+        "INVALID_ARGUMENT",
+        "Metadata field bogus is not supported",
     )
     assert refused(caller.metadata, "signature_def", name="nope") == (
-        "NOT_FOUND", "Servable not found for request: Latest(nope)",
+        "NOT_FOUND",
+        "Servable not found for request: Latest(nope)",
     )
 
 

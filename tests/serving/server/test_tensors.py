@@ -9,10 +9,9 @@ from tensorflow.core.framework import tensor_pb2, types_pb2
 
 from tfkv.serving.server.tensors import fill_tensor, parse_tensor
 
-DTYPES = (
-    "float32 float64 int32 int16 int8 uint16 uint8 int64 uint32 uint64 bool float16 bfloat16 "
-    "complex64 complex128"
-).split()
+FLOATS = ["float32", "float64", "float16", "bfloat16", "complex64", "complex128"]
+INTEGERS = ["int32", "int16", "int8", "uint16", "uint8", "int64", "uint32", "uint64", "bool"]
+DTYPES = FLOATS + INTEGERS
 
 
 def _array(dtype: str) -> np.ndarray:
