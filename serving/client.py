@@ -377,7 +377,8 @@ class Client:
         Args:
             session_id: Its name; one that cannot be guessed by default.
             tokens: Transcript to go on from, as saved from an earlier `Session.tokens`.
-                What the server still holds of it is not computed again.
+                What the server still holds of it is not computed again, and what it holds
+                beyond it is dropped.
             adapter: Adapter of the model, empty for the base.
             overflow: When the session is full: ``error``, ``stop`` or ``slide``.
             ttl_ms: Idle lifetime in ms, 0 for the artifact's.

@@ -17,6 +17,7 @@ from tfkv.errors import DeadlineError, RowError, Status, TfkvError, UnavailableE
 
 T = TypeVar("T")
 
+_UNANSWERED = (DeadlineError, UnavailableError)
 _TRANSIENT_ROWS = (Status.BUSY, Status.FULL)
 
 
@@ -83,11 +84,17 @@ class Retry:
             RowError: The row stayed BUSY or FULL, or was refused for another reason.
         """
 
+        errors: list[TfkvError] = []
+
         def once() -> T:
             left = deadline.left()
             if left <= 0:
                 raise DeadlineError("No time left before the call was made. Allow more of it.")
-            return attempt(min(self.attempt_timeout, left))
+            try:
+                return attempt(min(self.attempt_timeout, left))
+            except TfkvError as error:
+                errors.append(error)
+                raise
 
         def stop(state: tenacity.RetryCallState) -> bool:
             over = 0 < self.attempts <= state.attempt_number
@@ -99,7 +106,11 @@ class Retry:
             stop=stop,
             reraise=True,
         )
-        return retrying(once)
+        try:
+            return retrying(once)
+        except TfkvError as error:
+            _raise_telling(error, errors)
+            raise
 
     def _wait(self, state: tenacity.RetryCallState) -> float:
         """Seconds until the next attempt; FULL says when waiting longer is pointless."""
@@ -122,6 +133,22 @@ def _transient(error: BaseException, repeatable: bool) -> bool:
     return repeatable and isinstance(error, DeadlineError)
 
 
+def _raise_telling(last: TfkvError, errors: list[TfkvError]) -> None:
+    """Raises what says most about a call that failed for good, where that is not ``last``.
+
+    The last attempt may have had no more than the rest of the time: what the one before it
+    was told explains more. And a refusal after an attempt without an answer is marked by its
+    cause, since that attempt may still be applied.
+    """
+    if isinstance(last, DeadlineError) and len(errors) > 1:
+        before = errors[-2] if errors[-1] is last else errors[-1]
+        if not isinstance(before, DeadlineError):
+            raise before from last
+    lost = next((error for error in errors if isinstance(error, _UNANSWERED)), None)
+    if lost is not None and not isinstance(last, _UNANSWERED):
+        raise last from lost
+
+
 def is_uncertain(error: TfkvError) -> bool:
     """Whether the call may have been applied although it failed."""
-    return isinstance(error, (DeadlineError, UnavailableError))
+    return isinstance(error, _UNANSWERED) or isinstance(error.__cause__, _UNANSWERED)

@@ -43,7 +43,7 @@ class Session:
     Args:
         client: Makes the calls.
         session_id: Name of the session on the server.
-        tokens: Transcript to go on from.
+        tokens: Transcript to go on from; what the server holds beyond it is dropped.
         adapter: Adapter of the model, empty for the base.
         overflow: When the session is full: ``error``, ``stop`` or ``slide``.
         ttl_ms: Idle lifetime in ms, 0 for the artifact's.
@@ -84,7 +84,7 @@ class Session:
         # The server is known to hold this much of the transcript ...
         self._confirmed = 0
         # ... and may hold tokens that the transcript hasn't from here on.
-        self._foreign_from: int | None = None
+        self._foreign_from: int | None = len(self._tokens) or None
         # A call whose reply never came may be applied as late as it likes.
         self._stragglers = False
         self._active: Generation | None = None
@@ -407,8 +407,9 @@ class Session:
     def truncate(self, position: int, timeout: float | None = None) -> None:
         """Takes the session back to its first ``position`` tokens.
 
-        Where the cache policy cannot take them back, the session is closed and what is kept
-        is computed again with the next call.
+        What the server holds beyond them is dropped, whoever put it there. Where the cache
+        policy cannot take tokens back, the session is closed and what is kept is computed
+        again with the next call.
 
         Raises:
             InputError: The position is not within the transcript.
@@ -422,6 +423,7 @@ class Session:
         if position < len(self._tokens):
             self.messages = []
         self._cut(position)
+        self._note_foreign(position)
         self._drop_foreign(Deadline.after(timeout))
 
     def close(self, timeout: float | None = None) -> None:

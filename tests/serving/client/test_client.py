@@ -9,7 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tfkv.errors import ArtifactError, DeadlineError, ServerError, Status, UnavailableError
+from tfkv.errors import (
+    ArtifactError,
+    DeadlineError,
+    RowError,
+    ServerError,
+    Status,
+    TfkvError,
+    UnavailableError,
+)
 from tfkv.serving import (
     Client,
     InputError,
@@ -19,7 +27,7 @@ from tfkv.serving import (
     SessionError,
     TextError,
 )
-from tfkv.serving.retry import Deadline
+from tfkv.serving.retry import Deadline, is_uncertain
 
 
 def row(**values: Any) -> dict[str, Any]:
@@ -47,9 +55,7 @@ def test_low_level_rows_of_different_lengths(client: Client, expected: Any) -> N
 
 
 def test_predict_with_raw_arrays(client: Client) -> None:
-    inputs = client.contract.encode(
-        "close", [row(session_id="nobody")] * 0 or [{"session_id": "x"}]
-    )
+    inputs = client.contract.encode("close", [{"session_id": "nobody"}])
     outputs = client.predict("close", {**inputs, "tenant": [b""]})
     assert outputs["status"].tolist() == [Status.UNKNOWN]
 
@@ -205,6 +211,29 @@ def test_no_time_left(fast_retry: Retry) -> None:
     with pytest.raises(DeadlineError, match="No time left"):
         fast_retry.run(lambda _: 1, Deadline.after(0.0))
     assert fast_retry.run(lambda seconds: seconds, Deadline.after(None)) == 0.4
+
+
+def test_the_telling_error_is_raised_at_the_deadline() -> None:
+    full = RowError(Status.FULL, 1, "full")
+    late = DeadlineError("late")
+
+    def run(*errors: Exception) -> Exception:
+        left = list(errors)
+
+        def attempt(_: float) -> None:
+            raise left.pop(0)
+
+        with pytest.raises(TfkvError) as caught:
+            Retry(first_wait=0.001, attempts=len(errors)).run(attempt, Deadline.after(5.0))
+        return caught.value
+
+    assert run(full, late) is full
+    assert is_uncertain(full)
+    assert run(full, late, late) is late
+    refused = RowError(Status.OVERFLOW, 1, "no")
+    assert run(late, refused) is refused
+    assert is_uncertain(refused)
+    assert not is_uncertain(RowError(Status.FULL, 1, "full"))
 
 
 def test_one_shot_closes_its_session(server: Any, client: Client, expected: Any) -> None:

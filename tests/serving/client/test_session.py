@@ -192,6 +192,26 @@ def test_unseen_samples_of_a_lost_call_are_dropped(
         assert only_session(server).tokens == session.tokens
 
 
+def test_unseen_samples_are_not_taken_for_other_sampling(server: Any, expected: Any) -> None:
+    retry = Retry(first_wait=0.001, attempts=1)
+    with Client(server.target, retry=retry) as client, client.session() as session:
+        first = list(session.generate(PROMPT, 1))
+        server.faults.append("lost")
+        with pytest.raises(UnavailableError):
+            list(session.generate(max_new_tokens=4))
+        got = list(session.generate(max_new_tokens=4, temperature=1.0, seed=5))
+        assert got == expected([*PROMPT, *first], 4, 5)
+
+
+def test_a_session_replaced_behind_our_back_is_noticed(server: Any, client: Client) -> None:
+    session = client.session("shared")
+    session.generate(PROMPT, 4).run()
+    held = only_session(server)
+    held.tokens[-1] = 299
+    with pytest.raises(RowError, match="another token at position 8"):
+        list(session.generate(max_new_tokens=4))
+
+
 def test_a_straggler_applied_after_its_tokens_were_dropped(server: Any, expected: Any) -> None:
     retry = Retry(first_wait=0.001, attempts=1, attempt_timeout=0.2)
     with Client(server.target, retry=retry) as client, client.session() as session:
@@ -297,6 +317,27 @@ def test_resume_from_a_saved_transcript(server: Any, client: Client, expected: A
         assert list(session.generate([9], 4)) == expected([*LONG, *first, 9], 4)
     assert server.computed == computed + 5
     assert not server.sessions
+
+
+def test_resume_drops_what_was_never_seen(server: Any, client: Client, expected: Any) -> None:
+    session = client.session("crashed")
+    saved = [*PROMPT, *session.generate(PROMPT, 3)]
+    session.generate(max_new_tokens=6).run()
+    with client.session("crashed", tokens=saved) as resumed:
+        assert list(resumed.generate([9], 4)) == expected([*saved, 9], 4)
+        assert only_session(server).tokens == resumed.tokens
+
+
+def test_more_samples_than_asked_for_are_dropped_later(
+    server: Any, client: Client, expected: Any
+) -> None:
+    session = client.session("ahead")
+    session.generate(PROMPT, 9).run()
+    with client.session("ahead") as other:
+        first = list(other.generate(PROMPT, 2))
+        assert first == expected(PROMPT, 2)
+        history = [*PROMPT, *first, 9]
+        assert list(other.generate([9], 4)) == expected(history, 4)
 
 
 def test_session_ids_cannot_be_guessed(client: Client) -> None:
