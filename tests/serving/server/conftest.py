@@ -37,6 +37,7 @@ SIGNATURES = (
     "scalar",
     "text",
     "typed",
+    "together",
     "long_error",
 )
 
@@ -119,6 +120,22 @@ class StatefulModel(tf.Module):
     @tf.function(input_signature=[_spec(tf.int32, "i"), _spec(tf.bool, "b"), _spec(tf.int64, "l")])
     def typed(self, i: tf.Tensor, b: tf.Tensor, l: tf.Tensor) -> dict[str, tf.Tensor]:  # noqa: E741
         return {"i": i + 1, "b": tf.logical_not(b), "l": l + 1, "h": tf.cast(i, tf.float16) / 4}
+
+    @tf.function(input_signature=[_spec(tf.string, "sid")])
+    def together(self, sid: tf.Tensor) -> dict[str, tf.Tensor]:
+        """Batches in the graph, as artifacts do."""
+
+        @tf.nondifferentiable_batch_function(
+            num_batch_threads=2,
+            max_batch_size=8,
+            batch_timeout_micros=400_000,
+            allowed_batch_sizes=[4, 8],
+            max_enqueued_batches=64,
+        )
+        def body(sid: tf.Tensor) -> tf.Tensor:
+            return tf.fill(tf.shape(sid), tf.strings.reduce_join(sid, separator=","))
+
+        return {"batch": body(sid)}
 
     @tf.function(input_signature=[_spec(F32, "x")])
     def long_error(self, x: tf.Tensor) -> dict[str, tf.Tensor]:

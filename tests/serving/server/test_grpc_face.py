@@ -226,6 +226,24 @@ def test_health(caller: Any) -> None:
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
+def test_batching_in_the_graph_pads_with_the_first_call(caller: Any) -> None:
+    """tensorflow/serving's two kinds of batching pad differently; this one is TensorFlow's."""
+    first = caller.start("together", {"sid": np.array([b"a", b"b"], object)})
+    time.sleep(0.1)
+    second = caller.predict("together", {"sid": np.array([b"c"], object)})
+    assert second["batch"].tolist() == [b"a,b,c,a"]
+    assert tf.make_ndarray(first.result().outputs["batch"]).tolist() == [b"a,b,c,a"] * 2
+
+
+def test_two_servers_do_not_share_batch_queues(model_dir: pathlib.Path, serve: Any) -> None:
+    with serve(model_dir) as one, serve(model_dir) as other:
+        first = one.start("together", {"sid": np.array([b"one"], object)})
+        second = other.predict("together", {"sid": np.array([b"other"], object)})
+        assert second["batch"].tolist() == [b"other,other,other,other"]
+        answer = tf.make_ndarray(first.result().outputs["batch"])
+        assert answer.tolist() == [b"one,one,one,one"]
+
+
 def test_deadline_stops_a_loop_and_leaves_partial_state(
     caller: Any, refused: Any, until: Any
 ) -> None:
