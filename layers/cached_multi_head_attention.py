@@ -56,14 +56,14 @@ class CachedMultiHeadAttention(keras.layers.Layer):
         positions: int32 ``[B, T]``, absolute, −1 = padding. Where left out, each row's
             tokens follow on what its session holds. Positions before its end take back
             what was there.
-        state: As of `init_state` or of the call before; None = no cache.
+        state: As of `init_state` or of the call before; None or empty = no cache.
         training: Whether the call is part of training, which has no state.
         mask: bool ``[B, T]``, False = padding; Keras fills it in from a layer that makes
             one.
 
     Returns:
         ``(output, state)``: ``[B, T, D]`` in the compute dtype, and the state after the
-        chunk, of the same spec (None where none was given). Outputs of padding are
+        chunk, of the same spec (empty where none was given). Outputs of padding are
         meaningless.
 
     Raises:
@@ -170,8 +170,9 @@ class CachedMultiHeadAttention(keras.layers.Layer):
         state: State | None = None,
         training: bool = False,
         mask: tf.Tensor | None = None,
-    ) -> tuple[tf.Tensor, State | None]:
-        if training and state is not None:
+    ) -> tuple[tf.Tensor, State]:
+        # Keras models have no place for a None among their outputs, hence the empty state.
+        if training and state:
             raise CacheError(
                 "`state` must be None in training: codes have no gradient. Received: "
                 "training=True and a state. Leave out `state`, or pass training=False."
@@ -180,18 +181,20 @@ class CachedMultiHeadAttention(keras.layers.Layer):
         mask = getattr(x, "_keras_mask", None) if mask is None else mask
         x = tf.cast(x, self.compute_dtype)
         positions = self._positions(x, positions, state, mask)
+        # A weight of 0 does not silence what is not finite.
+        x = tf.where((positions >= 0)[..., tf.newaxis], x, tf.zeros_like(x))
         queries, keys, values = self._project_in(x, positions)
-        codec = _FLOAT32 if state is None else self.cache.codec
+        codec = self.cache.codec if state else _FLOAT32
         keys, values = codec.encode(keys), codec.encode(values)
         part = self._attend(queries, positions, keys, values, positions, codec)
-        if state is not None:
+        if state:
             view = self.store.view(state, before=first_position(positions))
             old = self._attend(queries, positions, *view, codec)
             part = attention.merge(old, part)
         mixed = attention.ungroup_output(attention.normalize(part), self.num_heads)
-        if state is not None:
+        if state:
             state = self.store.write(state, positions, keys, values, after=mixed)
-        return self.attention_output(tf.cast(mixed, self.compute_dtype)), state
+        return self.attention_output(tf.cast(mixed, self.compute_dtype)), state or {}
 
     def _positions(
         self,
@@ -202,7 +205,7 @@ class CachedMultiHeadAttention(keras.layers.Layer):
     ) -> tf.Tensor:
         given = tf.ones(tf.shape(x)[:2], tf.bool) if mask is None else tf.cast(mask, tf.bool)
         if positions is None:
-            return consecutive_positions(given, 0 if state is None else state["filled"])
+            return consecutive_positions(given, state["filled"] if state else 0)
         return tf.where(given, tf.cast(positions, tf.int32), -1)
 
     def _project_in(

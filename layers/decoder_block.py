@@ -110,7 +110,7 @@ class DecoderBlock(keras.layers.Layer):
         state: State | None = None,
         training: bool = False,
         mask: tf.Tensor | None = None,
-    ) -> tuple[tf.Tensor, State | None]:
+    ) -> tuple[tf.Tensor, State]:
         mask = getattr(x, "_keras_mask", None) if mask is None else mask
         x = tf.cast(x, self.compute_dtype)
         attended, state = self.attention(

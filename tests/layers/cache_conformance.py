@@ -1,0 +1,263 @@
+"""What every cache must do, whatever it keeps and however it writes it.
+
+A new policy adds one row to `CASES`; a new codec one entry to `TOLERANCE`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+
+import keras
+import numpy as np
+import pytest
+import reference
+import tensorflow as tf
+
+from tfkv.errors import CacheError
+from tfkv.layers import CachedMultiHeadAttention
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, BASE = 24, 4, 2, 8, 100.0
+BATCH, LENGTH, CAPACITY = 3, 17, 20
+
+#: Absolute tolerance of outputs against the reference. Rounding may fall the other way where
+#: float32 and float64 differ: one code of one channel, of a token of range 8 for int8.
+TOLERANCE = {"float32": 2e-6, "bfloat16": 4e-3, "float16": 1e-3, "int8": 8 / 254}
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheCase:
+    """One policy, and how the reference masks for it.
+
+    Args:
+        cache: The policy's string.
+        window: Tokens a query sees; None = all.
+        sinks: First tokens that every query sees.
+        slack: Tokens that can be taken back.
+        entries: Tokens stored at most.
+        bounded: Whether a session may outgrow `CAPACITY`.
+    """
+
+    cache: str
+    window: int | None
+    sinks: int
+    slack: int
+    entries: int
+    bounded: bool
+
+
+CASES = [
+    CacheCase("dense", None, 0, 0, entries=CAPACITY, bounded=False),
+    CacheCase("sliding_window(window=5)", 5, 0, 0, entries=5, bounded=True),
+    CacheCase("sliding_window(window=4,sinks=2)", 4, 2, 3, entries=9, bounded=True),
+]
+
+
+def make_layer(case: CacheCase, codec: str) -> CachedMultiHeadAttention:
+    """A layer with the case's cache, and weights that depend on nothing."""
+    layer = CachedMultiHeadAttention(
+        HEADS,
+        HEAD_DIM,
+        KV_HEADS,
+        rope_max_wavelength=BASE,
+        cache=f"{case.cache}+{codec}",
+        capacity=CAPACITY,
+        slack=case.slack,
+        name="attention",
+    )
+    layer.build((None, None, HIDDEN))
+    random = np.random.default_rng(0)
+    layer.set_weights([random.normal(size=w.shape) * HIDDEN**-0.5 for w in layer.get_weights()])
+    return layer
+
+
+def make_input(length: int = LENGTH, batch: int = BATCH) -> np.ndarray:
+    return np.random.default_rng(1).normal(size=(batch, length, HIDDEN)).astype(np.float32)
+
+
+def reference_output(
+    layer: CachedMultiHeadAttention, case: CacheCase, codec: str, x: np.ndarray
+) -> np.ndarray:
+    names = ("query", "key", "value", "output")
+    weights = dict(zip(names, layer.get_weights(), strict=True))
+    rows = [reference.attention(row, weights, codec, case.window, case.sinks, BASE) for row in x]
+    return np.stack(rows)
+
+
+def run(layer, x, cuts, state=None, step=None):
+    """Feeds ``x [B, T, D]`` in pieces of the given lengths; all outputs and the last state."""
+    state = layer.init_state(len(x)) if state is None else state
+    step = step or (lambda x, state: layer(x, state=state))
+    outputs, first = [], 0
+    for width in cuts:
+        output, state = step(tf.constant(x[:, first : first + width]), state)
+        outputs.append(output.numpy())
+        first += width
+    return np.concatenate(outputs, axis=1), state
+
+
+def run_cache_policy_test(case: CacheCase, codec: str, path: pathlib.Path) -> None:
+    """Everything below, for one policy and one codec."""
+    layer = make_layer(case, codec)
+    check_chunks_equal_reference(layer, case, codec)
+    check_modes_agree(layer)
+    check_spec(layer, case)
+    check_padding_and_order(layer)
+    check_overflow(layer, case)
+    check_take_back(layer, case)
+    check_reorder(layer)
+    check_round_trips(layer, path)
+
+
+def check_chunks_equal_reference(layer, case: CacheCase, codec: str) -> None:
+    """However a text is cut, the answer is that of the whole text under the policy's mask."""
+    x = make_input()
+    expected = reference_output(layer, case, codec, x)
+    cuts = ([1] * LENGTH, [7, 7, 3], [LENGTH], [4, 1, 1, 11])
+    whole, _ = run(layer, x, [LENGTH])
+    for cut in cuts:
+        actual, _ = run(layer, x, cut)
+        np.testing.assert_allclose(actual, expected, atol=TOLERANCE[codec], err_msg=str(cut))
+        # Between two cuts no code may differ.
+        np.testing.assert_allclose(actual, whole, atol=2e-6, err_msg=str(cut))
+
+
+def check_modes_agree(layer) -> None:
+    """Eager, graph and XLA give the same outputs and the same state."""
+    x = make_input()
+    cuts = [5, 5, 5]
+    eager, eager_state = run(layer, x, cuts)
+    for xla in (False, True):
+        step = tf.function(lambda x, state: layer(x, state=state), jit_compile=xla)
+        output, state = run(layer, x, cuts, step=step)
+        assert step.experimental_get_tracing_count() == 1
+        np.testing.assert_allclose(output, eager, atol=2e-6)
+        for name, tensor in state.items():
+            actual, expected = tensor.numpy(), eager_state[name].numpy()
+            if actual.dtype == np.int8:
+                # XLA divides by a reciprocal: a tie may round the other way.
+                assert np.abs(actual.astype(int) - expected).max() <= 1
+                assert np.mean(actual != expected) < 0.01
+            else:
+                np.testing.assert_allclose(
+                    actual.astype(np.float64), expected.astype(np.float64), rtol=8e-3, atol=1e-6
+                )
+
+
+def check_spec(layer, case: CacheCase) -> None:
+    """A call keeps the spec, and the bytes are what the spec says."""
+    spec = layer.get_state_spec(BATCH)
+    _, state = run(layer, make_input(), [9])
+    assert spec["keys/codes"].shape == (BATCH, KV_HEADS, case.entries, HEAD_DIM)
+    for tensors in (layer.init_state(BATCH), state):
+        assert {n: (t.shape, t.dtype) for n, t in tensors.items()} == {
+            n: (s.shape, s.dtype) for n, s in spec.items()
+        }
+    held = sum(t.numpy().nbytes for t in state.values())
+    assert layer.store.bytes_per_session() * BATCH == held
+
+
+def check_padding_and_order(layer) -> None:
+    """Rows of different lengths, padded anywhere, get what each gets alone (mlx-lm #439, #965;
+    unsloth #3699; omlx #2172), even where the padding is not a number."""
+    x = make_input(9)
+    lengths = [9, 4, 0]
+    padded = np.full([BATCH, 11, HIDDEN], np.nan, np.float32)
+    given = np.zeros([BATCH, 11], bool)
+    for row, length in enumerate(lengths):
+        # At the end, at the beginning, everywhere.
+        places = np.arange(length) + (2 if row == 1 else 0)
+        padded[row, places], given[row, places] = x[row, :length], True
+    output, state = layer(tf.constant(padded), state=layer.init_state(BATCH), mask=given)
+    after, state = layer(tf.constant(x[:, :2]), state=state)
+    for row, length in enumerate(lengths):
+        alone, alone_state = run(
+            layer, np.concatenate([x[row, :length], x[row, :2]])[None], [length + 2]
+        )
+        together = np.concatenate([output.numpy()[row][given[row]], after.numpy()[row]])
+        np.testing.assert_allclose(together, alone[0], atol=4e-6)
+        assert state["filled"][row] == alone_state["filled"][0] == length + 2
+    order = [2, 0, 1]
+    shuffled, _ = run(layer, x[order], [9])
+    np.testing.assert_allclose(shuffled, run(layer, x, [9])[0][order], atol=2e-6)
+
+
+def check_overflow(layer, case: CacheCase) -> None:
+    """Nothing is overwritten unless the policy says so (openxla #49118, jax #3649)."""
+    x = make_input(CAPACITY + 2)
+    full, state = run(layer, x, [CAPACITY])
+    if case.bounded:
+        _, state = layer(tf.constant(x[:, CAPACITY:]), state=state)
+        np.testing.assert_array_equal(state["filled"], CAPACITY + 2)
+        np.testing.assert_array_equal(state["dropped"], 0)
+        return
+    with pytest.raises(CacheError, match=r"at most 20 tokens.*raise `capacity`"):
+        layer(tf.constant(x[:, CAPACITY:]), state=state)
+    for xla in (False, True):
+        step = tf.function(lambda x, state: layer(x, state=state), jit_compile=xla)
+        _, after = step(tf.constant(x[:, CAPACITY:]), state)
+        np.testing.assert_array_equal(after["dropped"], 2)
+        for name in set(state) - {"dropped"}:
+            np.testing.assert_array_equal(after[name], state[name])
+    # A chunk that fits in part is kept in part.
+    _, state = run(layer, x, [CAPACITY - 1])
+    _, after = step(tf.constant(x[:, CAPACITY - 1 : CAPACITY + 1]), state)
+    np.testing.assert_array_equal(after["filled"], CAPACITY)
+    np.testing.assert_array_equal(after["dropped"], 1)
+    assert np.isfinite(full).all()
+
+
+def check_take_back(layer, case: CacheCase) -> None:
+    """Positions before the end rewrite it, as far as the policy can (transformers #48280)."""
+    x, other = make_input(), make_input()[:, ::-1].copy()
+    straight, _ = run(layer, x, [LENGTH])
+    back = 3 if case.slack == 0 and not case.bounded else case.slack
+    _, state = run(layer, x, [10])
+    if back:
+        _, state = layer(tf.constant(other[:, :back]), state=state)
+        positions = np.broadcast_to(np.arange(10, LENGTH, dtype=np.int32), [BATCH, LENGTH - 10])
+        again, after = layer(tf.constant(x[:, 10:]), positions=positions, state=state)
+        np.testing.assert_allclose(again.numpy(), straight[:, 10:], atol=4e-6)
+        np.testing.assert_array_equal(after["filled"], LENGTH)
+    if case.bounded:
+        # What was overwritten stays overwritten, also after a few tokens were taken back.
+        _, state = run(layer, x, [12])
+        if case.slack:
+            positions = np.full([BATCH, 1], 12 - case.slack, np.int32)
+            _, state = layer(tf.constant(x[:, :1]), positions=positions, state=state)
+        positions = np.full([BATCH, 1], 12 - case.slack - 1, np.int32)
+        with pytest.raises(CacheError, match="take back"):
+            layer(tf.constant(x[:, :1]), positions=positions, state=state)
+    with pytest.raises(CacheError, match="must continue each session"):
+        layer(tf.constant(x[:, :1]), positions=np.full([BATCH, 1], 19, np.int32), state=state)
+
+
+def check_reorder(layer) -> None:
+    """Beams and forks (transformers #48700): rows move with all their parts."""
+    x = make_input(8)
+    _, state = run(layer, x, [6])
+    rows = [2, 2, 0]
+    moved, _ = layer(tf.constant(x[rows][:, 6:]), state=layer.store.reorder(state, rows))
+    straight, _ = run(layer, x, [8])
+    np.testing.assert_allclose(moved.numpy(), straight[rows][:, 6:], atol=2e-6)
+
+
+def check_round_trips(layer, path: pathlib.Path) -> None:
+    """Configuration, a Keras file and a SavedModel bring the same layer back."""
+    twin = CachedMultiHeadAttention.from_config(layer.get_config())
+    assert twin.get_config() == layer.get_config()
+    x = make_input(6)
+    expected, _ = run(layer, x, [6])
+    inputs = keras.Input((None, HIDDEN))
+    model = keras.Model(inputs, layer(inputs)[0])
+    model.save(path / "layer.keras")
+    loaded = keras.saving.load_model(path / "layer.keras").get_layer("attention")
+    np.testing.assert_array_equal(run(loaded, x, [6])[0], expected)
+    module = tf.Module()
+    module.layer = layer
+    spec = layer.get_state_spec(BATCH)
+    signature = [tf.TensorSpec([BATCH, 2, HIDDEN]), spec]
+    module.step = tf.function(lambda x, state: layer(x, state=state), input_signature=signature)
+    tf.saved_model.save(module, path / "saved")
+    saved = tf.saved_model.load(path / "saved")
+    np.testing.assert_allclose(run(layer, x, [2, 2, 2], step=saved.step)[0], expected, atol=2e-6)

@@ -1,0 +1,71 @@
+"""Attention and codecs written anew in NumPy, float64, by the definitions.
+
+Nothing of tfkv is used here, so that a mistake there cannot hide here.
+"""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+
+
+def rope(x: np.ndarray, positions: np.ndarray, base: float) -> np.ndarray:
+    """``x [T, heads, H]`` turned by ``positions [T]``, pair (i, i + H/2) as a complex number."""
+    half = x.shape[-1] // 2
+    turns = np.exp(1j * positions[:, None, None] * base ** (-np.arange(half) / half))
+    turned = (x[..., :half] + 1j * x[..., half:]) * turns
+    return np.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def sees(query: int, key: int, window: int | None, sinks: int) -> bool:
+    """Whether the query at one position sees the key at another."""
+    if key > query:
+        return False
+    return window is None or query - key < window or key < sinks
+
+
+def stored(x: np.ndarray, codec: str) -> np.ndarray:
+    """What ``x [..., H]`` reads as once it was written by a codec."""
+    if codec == "float32":
+        return x.astype(np.float32).astype(np.float64)
+    if codec == "bfloat16":
+        return x.astype(ml_dtypes.bfloat16).astype(np.float64)
+    if codec == "float16":
+        return x.astype(np.float16).astype(np.float64)
+    low, high = x.min(-1, keepdims=True), x.max(-1, keepdims=True)
+    scale = np.float64(np.float16((high - low) / 254))
+    zero = np.float64(np.float16((high + low) / 2))
+    return np.clip(np.round((x - zero) / scale), -127, 127) * scale + zero
+
+
+def attention(
+    x: np.ndarray,
+    weights: dict[str, np.ndarray],
+    codec: str = "float32",
+    window: int | None = None,
+    sinks: int = 0,
+    base: float | None = None,
+) -> np.ndarray:
+    """Causal attention of one session ``x [T, D]``, token by token and head by head.
+
+    Weights are ``query [D, N, H]``, ``key`` and ``value [D, K, H]``, ``output [N, H, D]``.
+    """
+    x = x.astype(np.float64)
+    steps = np.arange(len(x))
+    queries, keys, values = (
+        np.einsum("td,dnh->tnh", x, weights[name].astype(np.float64))
+        for name in ("query", "key", "value")
+    )
+    if base is not None:
+        queries, keys = rope(queries, steps, base), rope(keys, steps, base)
+    keys, values = stored(keys, codec), stored(values, codec)
+    heads, head_dim = queries.shape[1:]
+    group = heads // keys.shape[1]
+    mixed = np.zeros_like(queries)
+    for t in steps:
+        seen = [s for s in steps if sees(t, s, window, sinks)]
+        for n in range(heads):
+            scores = keys[seen, n // group] @ queries[t, n] / np.sqrt(head_dim)
+            shares = np.exp(scores - scores.max())
+            mixed[t, n] = shares @ values[seen, n // group] / shares.sum()
+    return np.einsum("tnh,nhd->td", mixed, weights["output"].astype(np.float64))

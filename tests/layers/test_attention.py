@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import numpy as np
+import tensorflow as tf
+
+from tfkv.layers import attention
+from tfkv.layers.codecs import FloatCodec
+
+FLOAT = FloatCodec("float32")
+
+
+def _inputs(keys: int = 12):
+    random = np.random.default_rng(2)
+    queries = tf.constant(random.normal(size=(2, 3, 4, 8)), tf.float32)
+    coded = [
+        FLOAT.encode(tf.constant(random.normal(size=(2, 2, keys, 8)), tf.float32)) for _ in "kv"
+    ]
+    mask = tf.constant(random.random((2, 3, keys)) < 0.6)
+    return attention.group_queries(queries, 2), *coded, mask
+
+
+def _part(coded, first: int, last: int):
+    return {name: part[:, :, first:last] for name, part in coded.items()}
+
+
+def test_parts_merge_to_the_whole_in_any_order():
+    queries, keys, values, mask = _inputs()
+    whole = attention.normalize(attention.attend(queries, keys, values, mask, FLOAT))
+    parts = [
+        attention.attend(queries, _part(keys, a, b), _part(values, a, b), mask[..., a:b], FLOAT)
+        for a, b in ((0, 5), (5, 6), (6, 12))
+    ]
+    for order in ((0, 1, 2), (2, 0, 1)):
+        merged = attention.empty_partial(queries)
+        for index in order:
+            merged = attention.merge(merged, parts[index])
+        np.testing.assert_allclose(attention.normalize(merged), whole, atol=1e-6)
+
+
+def test_weights_are_those_of_the_output():
+    queries, keys, values, mask = _inputs()
+    part = attention.attend(queries, keys, values, mask, FLOAT)
+    weights = attention.attention_weights(FLOAT.scores(queries, keys), mask)
+    np.testing.assert_allclose(FLOAT.mix(weights, values), attention.normalize(part), atol=1e-6)
+
+
+def test_a_query_that_sees_nothing_answers_zero():
+    queries, keys, values, mask = _inputs()
+    part = attention.attend(queries, keys, values, tf.zeros_like(mask), FLOAT)
+    np.testing.assert_array_equal(attention.normalize(part), 0)
+
+
+def test_gradient_is_finite_beside_huge_hidden_scores():
+    """exp of a hidden score overflows; 0 times its slope must not become NaN."""
+    queries, keys, values, mask = _inputs()
+    hidden = tf.concat([tf.ones([2, 3, 11], tf.bool), tf.zeros([2, 3, 1], tf.bool)], axis=-1)
+    hidden &= mask & tf.constant([[[True], [True], [False]]])
+    with tf.GradientTape() as tape:
+        tape.watch(queries)
+        keys = {"codes": tf.concat([keys["codes"][:, :, :11], keys["codes"][:, :, 11:] * 1e4], 2)}
+        part = attention.attend(queries, keys, values, hidden, FLOAT)
+        loss = tf.reduce_sum(attention.normalize(part) ** 2)
+    assert np.isfinite(tape.gradient(loss, queries)).all()
+
+
+def test_merge_by_owner_equals_attention_of_each_row_alone():
+    """A page goes to its owner; pages of nobody (−1) count for no row."""
+    queries, keys, values, mask = _inputs(keys=4)
+    owners = tf.constant([1, 0, 1, -1, 0])
+    rows = tf.maximum(owners, 0)
+    random = np.random.default_rng(5)
+    pages = [{"codes": tf.constant(random.normal(size=(5, 2, 4, 8)), tf.float32)} for _ in "kv"]
+    seen = tf.gather(mask, rows)
+    parts = attention.attend(tf.gather(queries, rows), *pages, seen, FLOAT)
+    merged = attention.normalize(attention.merge_by_owner(parts, owners, 2))
+    for row, own in ((0, [1, 4]), (1, [0, 2])):
+        expected = attention.empty_partial(queries[row : row + 1])
+        for page in own:
+            one = attention.Partial(*(field[page : page + 1] for field in parts))
+            expected = attention.merge(expected, one)
+        np.testing.assert_allclose(merged[row], attention.normalize(expected)[0], atol=1e-6)
