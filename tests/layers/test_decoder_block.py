@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import reference
+import tensorflow as tf
+
+from tfkv.errors import ConfigError
+from tfkv.layers import DecoderBlock
+
+
+def _block(**kwargs) -> DecoderBlock:
+    keras.utils.set_random_seed(5)
+    block = DecoderBlock(4, 2, 8, 40, 100.0, capacity=16, name="block", **kwargs)
+    block.build((None, None, 24))
+    return block
+
+
+def test_by_definition():
+    block = _block()
+    x = tf.random.stateless_normal([1, 6, 24], [1, 2])
+    weights = {w.path.removeprefix("block/"): w.numpy().astype(np.float64) for w in block.weights}
+
+    def norm(x):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5)
+
+    kernels = ("query", "key", "value", "attention_output")
+    named = {
+        name.removeprefix("attention_"): weights[f"attention/{name}/kernel"] for name in kernels
+    }
+    hidden = x[0].numpy().astype(np.float64)
+    hidden = hidden + reference.attention(norm(hidden), named, base=100.0)
+    normed = norm(hidden)
+    gate = normed @ weights["gate/kernel"]
+    inner = gate / (1 + np.exp(-gate)) * (normed @ weights["up/kernel"])
+    expected = hidden + inner @ weights["down/kernel"]
+    output, state = block(x)
+    np.testing.assert_allclose(output[0], expected, atol=3e-6)
+    assert state == {}
+    cached, state = block(x, state=block.init_state(1))
+    np.testing.assert_allclose(cached, output, atol=3e-6)
+    assert state.keys() == block.get_state_spec(1).keys()
+
+
+def test_config_round_trip():
+    block = _block(cache="sliding_window(window=8)+int8", rms_epsilon=1e-6, slack=2)
+    twin = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(block))
+    assert twin.get_config() == block.get_config()
+    assert twin.get_config()["cache"] == "sliding_window(window=8)+int8"
+
+
+def test_arguments_out_of_range():
+    with pytest.raises(ConfigError, match="`intermediate_dim` must be an integer of at least 1"):
+        DecoderBlock(4, 2, 8, 0)
