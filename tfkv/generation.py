@@ -126,6 +126,9 @@ class Generator:
         prompts = [np.asarray(prompt, np.int32) for prompt in token_ids]
         if not prompts or any(prompt.ndim != 1 or not prompt.size for prompt in prompts):
             raise ConfigError("`token_ids` must be a list of prompts of at least one token each.")
+        vocabulary = self.model.config.vocabulary_size
+        if any(prompt.min() < 0 or prompt.max() >= vocabulary for prompt in prompts):
+            raise ConfigError(f"`token_ids` must be from 0 to {vocabulary - 1}.")
         if new < 0 or len(stops) > _MAX_STOP_TOKENS:
             raise ConfigError(
                 "`max_new_tokens` must not be negative, and `stop_tokens` may name at most "

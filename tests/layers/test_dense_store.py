@@ -98,3 +98,18 @@ def test_arguments_out_of_range(name: str):
     arguments = {"num_key_value_heads": 1, "head_dim": 4, "capacity": 8, "slack": 0}
     with pytest.raises(ConfigError, match=f"`{name}` must be an integer of at least .*=-1"):
         DenseStore("dense", **{**arguments, name: -1})
+
+
+def test_scatter_is_never_given_an_entry_twice():
+    store = DenseStore("sliding_window(window=4,sinks=1)", 1, 4, capacity=99)
+    state = store.write(store.init(1), *_chunk(store, [[0, 1, 2]]))
+    plan = store._plan(state, tf.range(3, 16)[tf.newaxis], tf.constant([True]))
+    written = plan.entries.numpy()[plan.entries.numpy() >= 0].tolist()
+    assert sorted(written) == [1, 2, 3, 4]
+
+
+def test_a_view_shows_no_entry_that_was_overwritten_and_taken_back():
+    store = DenseStore("sliding_window(window=4)", 1, 4, capacity=99, slack=3)
+    state = store.write(store.init(1), *_chunk(store, [list(range(12))]))
+    state = store.write(state, *_chunk(store, [[9]]))
+    assert _held(store, state) == [{p: p + 1.0 for p in range(5, 10)}]
