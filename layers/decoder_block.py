@@ -81,7 +81,7 @@ class DecoderBlock(keras.layers.Layer):
             rms_epsilon, dtype=self.dtype_policy, name="feedforward_norm"
         )
 
-    def build(self, input_shape: tuple[int | None, ...]) -> None:
+    def build(self, input_shape: tuple[Any, ...]) -> None:
         hidden_dim = input_shape[-1]
         self.gate = self._dense(self.intermediate_dim, "gate")
         self.up = self._dense(self.intermediate_dim, "up")

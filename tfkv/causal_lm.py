@@ -127,12 +127,14 @@ class CausalLM(keras.Model):
         )
 
     def build(self, input_shape: tuple[int | None, ...]) -> None:
-        if self.built:
+        if self.token_embedding.built:
             return
         config = self.config
         self.token_embedding.build(input_shape)
-        for layer in (*self.blocks, self.final_norm):
-            layer.build((*input_shape, config.hidden_dim))
+        hidden_shape = (*input_shape, config.hidden_dim)
+        for block in self.blocks:
+            block.build(hidden_shape)
+        self.final_norm.build(hidden_shape)
         if not config.tie_embeddings:
             self.output_embedding = self.add_weight(
                 name="output_embedding",
@@ -140,7 +142,6 @@ class CausalLM(keras.Model):
                 initializer="glorot_uniform",
                 autocast=False,
             )
-        self.built = True
 
     def get_state_spec(self, batch_size: int) -> list[dict[str, tf.TensorSpec]]:
         """Shapes and dtypes of the state of each layer."""
@@ -161,9 +162,9 @@ class CausalLM(keras.Model):
         state: list[State] | None = None,
         training: bool = False,
     ) -> tf.Tensor | tuple[tf.Tensor, list[State]]:
-        hidden, state = self.hidden_states(token_ids, positions, state, training)
+        hidden, after = self.hidden_states(token_ids, positions, state, training)
         logits = self.logits(hidden)
-        return logits if state is None else (logits, state)
+        return (logits, after) if after else logits
 
     def hidden_states(
         self,
@@ -171,24 +172,25 @@ class CausalLM(keras.Model):
         positions: tf.Tensor | None = None,
         state: list[State] | None = None,
         training: bool = False,
-    ) -> tuple[tf.Tensor, list[State] | None]:
+    ) -> tuple[tf.Tensor, list[State]]:
         """All of `call` but the output matrix, for callers that need few of the logits.
 
         Returns:
-            Hidden states ``[B, T, D]`` after the final norm, and the state.
+            Hidden states ``[B, T, D]`` after the final norm, and the state (empty where
+            none was given).
         """
         token_ids = tf.cast(token_ids, tf.int32)
         if positions is None:
-            first = 0 if state is None else state[0]["filled"]
+            first = state[0]["filled"] if state else 0
             positions = consecutive_positions(token_ids >= 0, first)
         positions = tf.where(token_ids >= 0, tf.cast(positions, tf.int32), -1)
         x = self.token_embedding(tf.maximum(token_ids, 0))
-        states = [None] * len(self.blocks) if state is None else state
-        after = []
+        states = state or [{}] * len(self.blocks)
+        after: list[State] = []
         for block, before in zip(self.blocks, states, strict=True):
             x, block_state = block(x, positions=positions, state=before, training=training)
             after.append(block_state)
-        return self.final_norm(x), None if state is None else after
+        return self.final_norm(x), after if state else []
 
     def logits(self, hidden: tf.Tensor) -> tf.Tensor:
         """Scores of every token, float32 ``[..., V]``, for ``hidden [..., D]``."""
