@@ -1,4 +1,29 @@
 """Model importers, the in-graph session engine and the exporter of SavedModels.
 
-Importing this package stays cheap: TensorFlow is loaded by the modules that need it.
+Importing this package stays cheap: TensorFlow is loaded by the names that need it, on
+first use.
+
+Example:
+    >>> import tfkv.export
+    >>> tfkv.export.export("smollm2", "artifacts/smollm2", cache="int8")  # doctest: +SKIP
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tfkv.export.engine import Engine
+    from tfkv.export.exporter import export
+    from tfkv.export.verification import LoadedArtifact
+
+__all__ = ["Engine", "LoadedArtifact", "export"]
+
+_HOMES = {"Engine": "engine", "LoadedArtifact": "verification", "export": "exporter"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tfkv.layers.codecs.codec import Codec, Coded
+from tfkv.layers.shapes import shape_of
 
 #: Stands for minus infinity: exp of it is 0, and it can be subtracted from itself.
 _FLOOR = -1e30
@@ -41,9 +42,7 @@ def group_queries(queries: tf.Tensor, num_key_value_heads: int) -> tf.Tensor:
     Query heads that share a KV head become rows of one product; KV heads are never
     repeated.
     """
-    batch, width, heads, head_dim = queries.shape
-    batch = tf.shape(queries)[0] if batch is None else batch
-    width = tf.shape(queries)[1] if width is None else width
+    batch, width, heads, head_dim = shape_of(queries)
     group = heads // num_key_value_heads
     grouped = tf.reshape(queries, [batch, width, num_key_value_heads, group, head_dim])
     grouped = tf.transpose(grouped, [0, 2, 3, 1, 4])
@@ -53,9 +52,7 @@ def group_queries(queries: tf.Tensor, num_key_value_heads: int) -> tf.Tensor:
 
 def ungroup_output(output: tf.Tensor, num_query_heads: int) -> tf.Tensor:
     """``[A, K, Q, H]`` back to ``[A, T, N, H]``."""
-    batch, kv_heads, rows, head_dim = output.shape
-    batch = tf.shape(output)[0] if batch is None else batch
-    rows = tf.shape(output)[2] if rows is None else rows
+    batch, kv_heads, rows, head_dim = shape_of(output)
     group = num_query_heads // kv_heads
     width = rows // group
     split = tf.reshape(output, [batch, kv_heads, group, width, head_dim])
@@ -109,7 +106,7 @@ def merge(first: Partial, second: Partial) -> Partial:
     )
 
 
-def merge_by_owner(parts: Partial, owners: tf.Tensor, rows: int) -> Partial:
+def merge_by_owner(parts: Partial, owners: tf.Tensor, rows: int | tf.Tensor) -> Partial:
     """Merges parts ``[A, ...]`` that belong to the same row into ``[rows, ...]``.
 
     Args:
@@ -117,14 +114,6 @@ def merge_by_owner(parts: Partial, owners: tf.Tensor, rows: int) -> Partial:
         owners: int32 ``[A]``, row of each page; −1 = nobody's.
         rows: Batch size B.
     """
-    if rows == 1:
-        peak = tf.reduce_max(parts.peak, axis=0, keepdims=True)
-        share = tf.exp(parts.peak - peak)
-        return Partial(
-            peak,
-            tf.reduce_sum(parts.mass * share, axis=0, keepdims=True),
-            tf.reduce_sum(parts.output * share[..., tf.newaxis], axis=0, keepdims=True),
-        )
     owned = tf.range(rows)[:, tf.newaxis] == owners[tf.newaxis, :]
     by_row = owned[:, :, tf.newaxis, tf.newaxis]
     peak = tf.reduce_max(tf.where(by_row, parts.peak[tf.newaxis], _FLOOR), axis=1)
@@ -133,8 +122,8 @@ def merge_by_owner(parts: Partial, owners: tf.Tensor, rows: int) -> Partial:
     owned = tf.cast(owned, parts.output.dtype)
 
     def collect(x: tf.Tensor) -> tf.Tensor:
-        flat = tf.reshape(x, [x.shape[0], -1])
-        return tf.reshape(tf.matmul(owned, flat), [rows, *x.shape[1:]])
+        pages, *rest = shape_of(x)
+        return tf.reshape(tf.matmul(owned, tf.reshape(x, [pages, -1])), [rows, *rest])
 
     return Partial(
         peak,
@@ -151,6 +140,5 @@ def normalize(partial: Partial) -> tf.Tensor:
 
 def _spread(mask: tf.Tensor, scores: tf.Tensor) -> tf.Tensor:
     """``mask [A, T, S]`` for ``scores [A, K, G·T, S]``: the G heads of a group share it."""
-    width = mask.shape[-2] if mask.shape[-2] is not None else tf.shape(mask)[-2]
-    rows = scores.shape[-2] if scores.shape[-2] is not None else tf.shape(scores)[-2]
-    return tf.tile(mask[:, tf.newaxis], [1, 1, rows // width, 1])
+    group = shape_of(scores)[-2] // shape_of(mask)[-2]
+    return tf.tile(mask[:, tf.newaxis], [1, 1, group, 1])

@@ -82,7 +82,7 @@ def sample(logits: tf.Tensor, params: SamplingParams, positions: tf.Tensor) -> t
     at run time.
 
     Args:
-        logits: float32 ``[B, V]``, penalised already; B and V static. ``-inf`` is never
+        logits: float32 ``[B, V]``, penalised already; V static. ``-inf`` is never
             chosen, unless the row holds nothing else.
         params: How to sample.
         positions: int32 ``[B]``, not negative; where the sampled token will stand.
@@ -187,15 +187,20 @@ def _uniform(seed: tf.Tensor, positions: tf.Tensor) -> tf.Tensor:
     Whole integers are drawn because TensorFlow and XLA turn the same bits into different
     floats (``StatelessRandomUniformV2``).
     """
-    rows = []
-    for row in range(seed.shape[0]):
-        key = tf.bitcast(seed[row : row + 1], tf.uint64)
-        counter = tf.stack([tf.cast(positions[row], tf.uint64), tf.zeros([], tf.uint64)])
+
+    def draw(stream: tuple[tf.Tensor, tf.Tensor]) -> tf.Tensor:
+        key, place = stream
         bits = tf.raw_ops.StatelessRandomUniformFullIntV2(
-            shape=tf.constant([1]), key=key, counter=counter, alg=_PHILOX, dtype=tf.uint32
+            shape=tf.constant([1]),
+            key=tf.bitcast(key, tf.uint64)[tf.newaxis],
+            counter=tf.stack([tf.cast(place, tf.uint64), tf.zeros([], tf.uint64)]),
+            alg=_PHILOX,
+            dtype=tf.uint32,
         )
-        rows.append(bits)
-    return tf.cast(tf.concat(rows, axis=0), tf.float64) * 2.0**-32
+        return bits[0]
+
+    bits = tf.map_fn(draw, (seed, positions), fn_output_signature=tf.uint32)
+    return tf.cast(bits, tf.float64) * 2.0**-32
 
 
 def _search(weights: tf.Tensor, uniform: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -206,10 +211,10 @@ def _search(weights: tf.Tensor, uniform: tf.Tensor) -> tuple[tf.Tensor, tf.Tenso
     Returns:
         int32 ``[B]`` tokens, and bool ``[B]``: false where all weights are 0.
     """
-    batch, size = weights.shape
+    size = weights.shape[-1]
     blocks = -(-size // _LANES)
     weights = tf.pad(weights, [[0, 0], [0, blocks * _LANES - size]])
-    weights = tf.reshape(weights, [batch, blocks, _LANES])
+    weights = tf.reshape(weights, [-1, blocks, _LANES])
     ends = tf.cumsum(tf.reduce_sum(weights, axis=-1), axis=-1)
     total = ends[:, -1]
     target = tf.cast(uniform * tf.cast(total, tf.float64), tf.int64)

@@ -1,0 +1,377 @@
+"""One computation for a batch: plan, prefill, decode, publish."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from tfkv import samplers
+from tfkv.config import EngineConfig
+from tfkv.errors import Finish, Status
+from tfkv.export.decoder import PackedDecoder, Weights
+from tfkv.export.history import History
+from tfkv.export.page_pool import Parts
+from tfkv.export.plan import Plan, Remembered, make_plan
+from tfkv.export.rows import NO_LOGPROB, SAMPLED, STOPPED, Admission, Answer, Request
+from tfkv.export.transient import TransientVariable
+from tfkv.layers import attention
+from tfkv.layers.attention import Partial
+from tfkv.layers.codecs import FloatCodec
+from tfkv.layers.shapes import keep_shape, shape_of
+
+_FRESH = FloatCodec("float32")
+
+
+class Sampled(NamedTuple):
+    """What a decode loop made, each ``[B, ...]``.
+
+    Attributes:
+        tokens: int32 ``[B, N]``, −1 after the last.
+        logprobs: float32 ``[B, N]``.
+        fed: int32, tokens whose keys were made.
+        logits: float32 ``[B, V]`` of the last step.
+        stopped: bool.
+    """
+
+    tokens: tf.Tensor
+    logprobs: tf.Tensor
+    fed: tf.Tensor
+    logits: tf.Tensor
+    stopped: tf.Tensor
+
+
+class _Loop(NamedTuple):
+    """State of the decode loop; one structure in, one out."""
+
+    step: tf.Tensor
+    token: tf.Tensor
+    alive: tf.Tensor
+    keys: tf.TensorArray
+    values: tf.TensorArray
+    seen: tf.Tensor
+    made: Sampled
+
+
+class Advance:
+    """Moves the sessions of a batch forward.
+
+    Everything numeric happens here, in one computation that XLA can compile whole: it reads
+    the pool as tensors, and publishes held, filled and history last.
+
+    Args:
+        decoder: The model over its pool.
+        history: What sessions said.
+        table: int32 ``[slots + 1, columns]``, pages of each slot.
+        engine: Limits of the artifact.
+        prefill_piece: Tokens of a row prefilled at once.
+    """
+
+    def __init__(
+        self,
+        decoder: PackedDecoder,
+        history: History,
+        table: TransientVariable,
+        engine: EngineConfig,
+        prefill_piece: int,
+    ) -> None:
+        self.decoder = decoder
+        self.history = history
+        self.table = table
+        self.engine = engine
+        self.prefill_piece = prefill_piece
+
+    def __call__(self, request: Request, admission: Admission) -> tuple[Answer, Plan]:
+        """Answers a batch of static size; see `Request`, `Admission` and `Answer`."""
+        stored = self.history.recall(admission.slot, admission.fresh)
+        plan = make_plan(
+            request,
+            admission,
+            stored,
+            self.decoder.geometry,
+            self.engine.prefill_tokens,
+            self.engine.decode_chunk,
+        )
+        works = self._works(plan, admission)
+        slot = tf.where(works, admission.slot, self.history.slots)
+        places, given = self._new_tokens(request, plan, stored.held, works)
+        self.history.write(
+            slot, places, given, tf.zeros_like(given), tf.fill(tf.shape(given), NO_LOGPROB)
+        )
+        tokens_at = self.history.reader()
+        weights = self.decoder.read_weights()
+        table = tf.gather(self.table.read(), slot)
+        parts = self.decoder.pool.read()
+        parts, scores = self._prefill(weights, parts, request, plan, slot, table, tokens_at)
+        parts, made = self._decode(weights, parts, request, plan, slot, table, tokens_at)
+        self.decoder.pool.assign(parts)
+        answer = self._answer(request, plan, stored, made, scores)
+        self._publish(plan, slot, stored, made, answer, scores)
+        return answer, plan
+
+    @staticmethod
+    def _works(plan: Plan, admission: Admission) -> tf.Tensor:
+        """Rows that change their session: served, and not a copy of another row."""
+        rows = tf.range(tf.size(plan.status))
+        return (plan.status == Status.OK) & (admission.first == rows)
+
+    def _new_tokens(
+        self, request: Request, plan: Plan, held: tf.Tensor, works: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Positions of the given tokens that the session does not hold yet, −1 = not one."""
+        offsets = tf.range(request.tokens.shape[1])
+        places = plan.position[:, tf.newaxis] + offsets
+        new = (offsets < request.length[:, tf.newaxis]) & works[:, tf.newaxis]
+        new &= (places >= held[:, tf.newaxis]) & (places < plan.held[:, tf.newaxis])
+        return tf.where(new, places, -1), request.tokens
+
+    def _prefill(
+        self,
+        weights: Weights,
+        parts: Parts,
+        request: Request,
+        plan: Plan,
+        slot: tf.Tensor,
+        table: tf.Tensor,
+        tokens_at: Callable[[tf.Tensor, tf.Tensor], tf.Tensor],
+    ) -> tuple[Parts, tf.Tensor]:
+        """Fills keys, one piece of one row at a time; also logprobs where rows want them."""
+        piece = self.prefill_piece
+        rows, width = shape_of(request.tokens)
+        pieces = (plan.fill + piece - 1) // piece
+        ends = tf.cumsum(pieces)
+        scores = tf.fill([rows, width + 1], NO_LOGPROB)
+
+        def body(index: tf.Tensor, parts: Parts, scores: tf.Tensor) -> tuple:
+            row = tf.reduce_sum(tf.cast(index >= ends, tf.int32))
+            done = (index - tf.gather(ends - pieces, row)) * piece
+            start = tf.gather(plan.start, row) + done
+            places = start + tf.range(piece)
+            live = places < tf.gather(plan.start + plan.fill, row)
+            tokens = tokens_at(tf.gather(slot, row), places)
+            hidden, parts = self.decoder.prefill_piece(
+                weights,
+                parts,
+                tf.where(live, tokens, 0),
+                tf.where(live, places, -1),
+                tf.gather(table, row),
+                start,
+            )
+            follow = tokens_at(tf.gather(slot, row), places + 1)
+            logprobs = tf.cond(
+                tf.gather(request.wants_scores, row),
+                lambda: samplers.log_probability(
+                    self.decoder.logits(weights, hidden), tf.where(live, follow, 0)
+                ),
+                lambda: tf.zeros([piece]),
+            )
+            column = places + 1 - tf.gather(plan.position, row)
+            fits = live & (column >= 0) & (column < width) & tf.gather(request.wants_scores, row)
+            column = tf.where(fits, column, width)
+            where = tf.stack([tf.fill([piece], row), column], axis=1)
+            marked = tf.tensor_scatter_nd_update(scores, where, logprobs)
+            return index + 1, parts, keep_shape(marked, scores)
+
+        _, parts, scores = tf.while_loop(
+            lambda index, *_: index < ends[-1], body, (tf.constant(0), parts, scores)
+        )
+        return parts, scores[:, :width]
+
+    def _decode(
+        self,
+        weights: Weights,
+        parts: Parts,
+        request: Request,
+        plan: Plan,
+        slot: tf.Tensor,
+        table: tf.Tensor,
+        tokens_at: Callable[[tf.Tensor, tf.Tensor], tf.Tensor],
+    ) -> tuple[Parts, Sampled]:
+        """Feeds the last held token, then each sampled one; writes their keys at the end."""
+        decoder, chunk = self.decoder, self.engine.decode_chunk
+        rows = shape_of(request.length)[0]
+        start = plan.start + plan.fill
+        busy = plan.steps > 0
+        scan = decoder.scan(table, start, busy)
+        params = samplers.SamplingParams(*(getattr(request, f) for f in _SAMPLING_FIELDS))
+        columns = tf.range(chunk)
+
+        def body(loop: _Loop) -> tuple[_Loop]:
+            at = start + loop.step
+            queries_at = tf.where(loop.alive, at, -1)[:, tf.newaxis]
+            keys_at = tf.where(columns <= loop.step, start[:, tf.newaxis] + columns, -1)
+            mask = decoder.geometry.mask(queries_at, keys_at)
+            here = (columns == loop.step)[:, tf.newaxis]
+
+            def attend_fresh(
+                old_k: tf.Tensor, old_v: tf.Tensor, k: tf.Tensor, v: tf.Tensor, q: tf.Tensor
+            ) -> tuple[tf.Tensor, tf.Tensor, Partial]:
+                k = tf.where(here, tf.transpose(k, [0, 2, 1, 3]), old_k)
+                v = tf.where(here, tf.transpose(v, [0, 2, 1, 3]), old_v)
+                return k, v, attention.attend(q, {"codes": k}, {"codes": v}, mask, _FRESH)
+
+            x, (keys, values) = decoder.layers(
+                weights,
+                tf.gather(weights.embedding, loop.token)[:, tf.newaxis],
+                queries_at,
+                (loop.keys, loop.values),
+                attend_fresh,
+                lambda layer, q: decoder.attend_pages(parts, layer, q, queries_at, scan),
+            )
+            logits = decoder.logits(weights, x[:, 0])
+            chosen = samplers.penalize(logits, loop.seen, request.repetition_penalty)
+            token = samplers.sample(chosen, params, tf.maximum(at + 1, 0))
+            return (self._after_step(loop, keys, values, logits, token, request, plan),)
+
+        first = tokens_at(slot, start[:, tf.newaxis])[:, 0]
+        loop = _Loop(
+            tf.constant(0),
+            tf.where(busy, first, 0),
+            busy,
+            *decoder.fresh_store(rows, chunk),
+            self._seen(request, plan, slot),
+            Sampled(
+                tf.fill([rows, chunk], -1),
+                tf.zeros([rows, chunk]),
+                tf.zeros([rows], tf.int32),
+                tf.zeros([rows, decoder.config.vocabulary_size]),
+                tf.zeros([rows], tf.bool),
+            ),
+        )
+        (loop,) = tf.while_loop(lambda loop: tf.reduce_any(loop.alive), body, (loop,))
+        written = columns < loop.made.fed[:, tf.newaxis]
+        places = tf.where(written, start[:, tf.newaxis] + columns, -1)
+        parts = decoder.commit(parts, (loop.keys, loop.values), table, places)
+        tokens = tf.where(request.wants_logits[:, tf.newaxis], -1, loop.made.tokens)
+        return parts, loop.made._replace(tokens=tokens)
+
+    @staticmethod
+    def _after_step(
+        loop: _Loop,
+        keys: tf.TensorArray,
+        values: tf.TensorArray,
+        logits: tf.Tensor,
+        token: tf.Tensor,
+        request: Request,
+        plan: Plan,
+    ) -> _Loop:
+        """The loop's state after a token was sampled for each row that is alive."""
+        made = loop.made
+        columns = tf.range(made.tokens.shape[1])
+        here = (columns == loop.step) & loop.alive[:, tf.newaxis]
+        logprob = samplers.log_probability(logits, token)[:, tf.newaxis]
+        stopped = tf.reduce_any(token[:, tf.newaxis] == request.stop_tokens, axis=1) & loop.alive
+        rows = tf.range(shape_of(made.tokens)[0])
+        where = tf.stack([rows, token], axis=1)
+        state = _Loop(
+            loop.step + 1,
+            token,
+            loop.alive & ~stopped & (loop.step + 1 < plan.steps),
+            keys,
+            values,
+            tf.tensor_scatter_nd_update(loop.seen, where, tf.ones_like(rows, tf.bool)),
+            Sampled(
+                tf.where(here, token[:, tf.newaxis], made.tokens),
+                tf.where(here, logprob, made.logprobs),
+                made.fed + tf.cast(loop.alive, tf.int32),
+                logits,
+                made.stopped | stopped,
+            ),
+        )
+        return tf.nest.map_structure(_same_shape, state, loop)
+
+    def _seen(self, request: Request, plan: Plan, slot: tf.Tensor) -> tf.Tensor:
+        """Tokens that the sessions hold, bool ``[B, V]``; only if a row has a penalty."""
+        rows = shape_of(request.length)[0]
+        size = self.decoder.config.vocabulary_size
+        none = tf.zeros([rows, size], tf.bool)
+
+        def collect() -> tf.Tensor:
+            tokens, held = self.history.tokens_of(slot, plan.held)
+            row = tf.broadcast_to(tf.range(rows)[:, tf.newaxis], tf.shape(tokens))
+            flat = tf.where(held, row * size + tokens, rows * size)
+            marks = tf.zeros([rows * size + 1], tf.bool)
+            flat = tf.reshape(flat, [-1, 1])
+            marks = tf.tensor_scatter_nd_update(marks, flat, tf.ones_like(flat[:, 0], tf.bool))
+            return tf.reshape(marks[:-1], [rows, size])
+
+        return tf.cond(tf.reduce_any(request.repetition_penalty != 1.0), collect, lambda: none)
+
+    def _answer(
+        self,
+        request: Request,
+        plan: Plan,
+        stored: Remembered,
+        made: Sampled,
+        scores: tf.Tensor,
+    ) -> Answer:
+        """Puts what was replayed before what was sampled."""
+        chunk = self.engine.decode_chunk
+        ok = plan.status == Status.OK
+        columns = tf.range(chunk)
+        end = plan.position + request.length
+        old_tokens, old_logprobs = self.history.look(stored, end[:, tf.newaxis] + columns)
+        is_old = columns < plan.replayed[:, tf.newaxis]
+        new = tf.maximum(columns - plan.replayed[:, tf.newaxis], 0)
+        sampled = tf.where(request.wants_logits, 0, made.fed)
+        count = tf.where(ok, plan.replayed + sampled, 0)
+        used = columns < count[:, tf.newaxis]
+        tokens = tf.where(is_old, old_tokens, tf.gather(made.tokens, new, batch_dims=1))
+        logprobs = tf.where(is_old, old_logprobs, tf.gather(made.logprobs, new, batch_dims=1))
+        finish = tf.where(count == request.max_new_tokens, int(Finish.LENGTH), int(Finish.NONE))
+        finish = tf.where(
+            plan.capped & (count < request.max_new_tokens), int(Finish.CAPACITY), finish
+        )
+        finish = tf.where(made.stopped | plan.stopped, int(Finish.STOP), finish)
+        taken = tf.where(
+            plan.unfinished, plan.start + plan.fill + 1 - plan.position, request.length
+        )
+        taken = tf.where(ok, tf.clip_by_value(taken, 0, request.length), 0)
+        spots = tf.range(request.tokens.shape[1])
+        known = self.history.look(stored, plan.position[:, tf.newaxis] + spots)[1]
+        scores = tf.where(scores <= 0, scores, known)
+        return Answer(
+            tokens=tf.where(used, tokens, -1),
+            count=count,
+            logprobs=tf.where(used, logprobs, 0.0),
+            finish=tf.where((count > 0) | (ok & plan.capped), finish, int(Finish.NONE)),
+            logits=made.logits,
+            scores=tf.where(spots < taken[:, tf.newaxis], scores, 0.0),
+            taken=taken,
+            position=tf.where(ok, plan.held + sampled, stored.held),
+            status=plan.status,
+            detail=plan.detail,
+        )
+
+    def _publish(
+        self,
+        plan: Plan,
+        slot: tf.Tensor,
+        stored: Remembered,
+        made: Sampled,
+        answer: Answer,
+        scores: tf.Tensor,
+    ) -> None:
+        """Makes the computed tokens part of their sessions; rows of no session go to the spare."""
+        columns = tf.range(self.engine.decode_chunk)
+        new = columns < (answer.position - plan.held)[:, tf.newaxis]
+        new &= made.tokens >= 0
+        places = tf.where(new, plan.held[:, tf.newaxis] + columns, -1)
+        last = (columns == made.fed[:, tf.newaxis] - 1) & made.stopped[:, tf.newaxis]
+        kinds = tf.where(last, STOPPED, SAMPLED)
+        self.history.write(slot, places, made.tokens, kinds, made.logprobs)
+        spots = tf.range(scores.shape[1])
+        scored = tf.where(scores <= 0, plan.position[:, tf.newaxis] + spots, -1)
+        self.history.write_logprobs(slot, scored, scores)
+        filled = tf.maximum(stored.filled, plan.start + plan.fill + made.fed)
+        held = answer.position
+        self.history.publish(slot, held, tf.minimum(filled, held), tf.maximum(stored.reached, held))
+
+
+def _same_shape(new: object, old: object) -> object:
+    """Loop variables keep their static shapes; arrays know theirs by themselves."""
+    return keep_shape(new, old) if isinstance(new, tf.Tensor) else new
+
+
+_SAMPLING_FIELDS = samplers.SamplingParams._fields

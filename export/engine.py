@@ -1,0 +1,219 @@
+"""The stateful engine: everything of an artifact that lives in its graph."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import tensorflow as tf
+
+from tfkv.config import DecoderConfig, EngineConfig
+from tfkv.errors import Status
+from tfkv.export.advance import Advance
+from tfkv.export.decoder import PackedDecoder
+from tfkv.export.geometry import CacheGeometry
+from tfkv.export.history import History
+from tfkv.export.packed_weights import PackedWeights
+from tfkv.export.page_pool import PagePool
+from tfkv.export.plan import Refusal
+from tfkv.export.rows import Admission, Answer, Request
+from tfkv.export.session_table import Names, SessionTable, check_request
+from tfkv.export.stats import Stats
+from tfkv.export.transient import TransientVariable
+from tfkv.manifest import MAX_STOP_TOKENS
+
+#: Tokens of a row prefilled at once: a product with the weights costs the same for fewer.
+PREFILL_PIECE = 64
+
+
+class Engine(tf.Module):
+    """Weights, pool, sessions and the functions over them.
+
+    Args:
+        config: Architecture.
+        weights: Canonical weights, see `tfkv.export.importers`.
+        engine: What to compile for.
+
+    Raises:
+        ConfigError: Model and engine do not fit together.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, weights: Mapping[str, np.ndarray], engine: EngineConfig
+    ) -> None:
+        super().__init__(name="tfkv")
+        self.config = config
+        self.engine = engine
+        self.geometry = CacheGeometry.of(config, engine, PREFILL_PIECE)
+        columns = self.geometry.columns
+        self.weights = PackedWeights(config, weights)
+        self.pool = PagePool(
+            config, self.geometry.cache.codec, engine.slots * columns + 1, engine.page_size
+        )
+        self.table = TransientVariable(
+            "block_table",
+            (engine.slots + 1, columns),
+            tf.int32,
+            initial=lambda: _fixed_table(engine.slots, columns),
+        )
+        self.sessions = SessionTable(engine.slots, engine.ttl_ms)
+        self.history = History(engine.slots, engine.history or config.context_length)
+        self.stats = Stats(self.sessions, self.history, self.pool, columns)
+        self.decoder = PackedDecoder(
+            config, self.weights, self.pool, self.geometry, engine.scan_pages
+        )
+        self._advance = Advance(self.decoder, self.history, self.table, engine, PREFILL_PIECE)
+        self._resources = _resources(self)
+        self.compute = self._compile()
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of cache a token takes, scales included."""
+        c = self.config
+        return self.geometry.cache.bytes_per_token(c.num_layers, c.num_key_value_heads, c.head_dim)
+
+    def _compile(self) -> Callable[..., tuple[Answer, tf.Tensor]]:
+        """The whole computation; XLA compiles it once for each batch size it meets."""
+
+        def compute(
+            request: Request, admission: Admission, probes: tf.Tensor
+        ) -> tuple[Answer, tf.Tensor]:
+            answer, plan = self._advance(request, admission)
+            added = self.stats.tally(plan, answer, admission, probes, request.wants_scores)
+            rows = tf.range(tf.size(plan.status))
+            source = tf.where(plan.status == Status.BUSY, rows, admission.first)
+            return Answer(*(tf.gather(value, source) for value in answer)), added
+
+        return tf.function(
+            compute,
+            input_signature=self._compute_signature(),
+            jit_compile=self.engine.xla or None,
+            autograph=False,
+        )
+
+    def _compute_signature(self) -> tuple[object, ...]:
+        def row(dtype: tf.DType, *shape: int) -> tf.TensorSpec:
+            return tf.TensorSpec([None, *shape], dtype)
+
+        integer, real, flag = row(tf.int32), row(tf.float32), row(tf.bool)
+        request = Request(
+            mode=integer,
+            tokens=row(tf.int32, self.engine.prefill_tokens),
+            length=integer,
+            position=integer,
+            max_new_tokens=integer,
+            temperature=real,
+            top_p=real,
+            min_p=real,
+            repetition_penalty=real,
+            top_k=integer,
+            seed=row(tf.int64),
+            stop_tokens=row(tf.int32, MAX_STOP_TOKENS),
+            overflow=integer,
+            pin=integer,
+            ttl_ms=row(tf.int64),
+        )
+        admission = Admission(
+            integer, flag, integer, integer, integer, tf.TensorSpec([1], tf.int64)
+        )
+        return (request, admission, flag)
+
+    def advance(self, names: Names, request: Request, width: tf.Tensor) -> Answer:
+        """Serves a batch: reserve under the lock, compute, publish.
+
+        Args:
+            names: Who calls.
+            request: What they ask for; the batch size is any.
+            width: int32 ``[B]``, width of the tokens before they were padded.
+        """
+        refusal = check_request(
+            names, request, self.config.vocabulary_size, self.engine.decode_chunk, width
+        )
+        lock = self.sessions.lock()
+        with tf.control_dependencies([lock]):
+            admission = self.sessions.admit(names, request, refusal)
+            answer, added = self.compute(request, admission, names.probes())
+        with tf.control_dependencies([answer.status]):
+            self._publish(request, admission, answer, added)
+        self.sessions.release(lock)
+        return answer
+
+    def _publish(
+        self, request: Request, admission: Admission, answer: Answer, added: tf.Tensor
+    ) -> None:
+        """Renews the sessions' lifetimes and publishes the counters."""
+        rows = tf.range(tf.size(admission.slot))
+        served = (answer.status == Status.OK) & (admission.first == rows)
+        expiry = self.sessions.expiry_after(admission.now_ms, request.ttl_ms, request.pin)
+        slot = tf.where(served, admission.slot, self.engine.slots)
+        old = self.sessions.expiry.read()
+        renewed = tf.tensor_scatter_nd_update(
+            old, slot[:, tf.newaxis], tf.where(served, expiry, tf.zeros_like(expiry))
+        )
+        self.sessions.expiry.assign(renewed)
+        self.stats.add(added)
+
+    def truncate(self, names: Names, position: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        """Rolls sessions back. Returns tokens held, status and detail, int32 ``[B]`` each."""
+        zeros = tf.zeros_like(position)
+        refusal = Refusal(zeros, zeros)
+        refusal = refusal.when(names.probes(), Status.INVALID, 1)
+        refusal = refusal.when(position < 0, Status.INVALID, 4)
+        lock = self.sessions.lock()
+        with tf.control_dependencies([lock]):
+            self.sessions.reap(tf.cast(tf.timestamp() * 1000.0, tf.int64))
+            found = tf.cast(self.sessions.find(names), tf.int32)
+            slot = tf.where(found < 0, self.engine.slots, found)
+            held = tf.where(found < 0, 0, tf.gather(self.history.held.read(), slot))
+            filled = tf.gather(self.history.filled.read(), slot)
+            reached = tf.gather(self.history.reached.read(), slot)
+            refusal = refusal.when((found < 0) & (position > 0), Status.UNKNOWN, 0)
+            refusal = refusal.when(position > held, Status.GAP, held)
+            lost = ~self.geometry.reversible(reached, tf.maximum(position - 1, 0))
+            earliest = self.geometry.earliest_reversible(reached) + 1
+            refusal = refusal.when(lost & (position > 0), Status.NOT_REVERSIBLE, earliest)
+            ok = (refusal.status == Status.OK) & (found >= 0)
+            # From nothing, a session starts anew: nothing it overwrote can be missed.
+            reached = tf.where(position == 0, 0, reached)
+            slot = tf.where(ok, slot, self.engine.slots)
+            self.history.publish(slot, position, tf.minimum(filled, position), reached)
+            self.stats.add(tf.zeros_like(self.stats.counters.read()))
+        with tf.control_dependencies([refusal.status]):
+            self.sessions.release(lock)
+        return tf.where(ok, position, held), refusal.status, refusal.detail
+
+    def close(self, names: Names) -> tuple[tf.Tensor, ...]:
+        """Frees sessions. Returns tokens held (0), status and detail (1 = there was one)."""
+        lock = self.sessions.lock()
+        with tf.control_dependencies([lock]):
+            slots = self.sessions.close(names)
+            found = tf.cast(slots >= 0, tf.int32)
+            self.stats.close(tf.size(tf.unique(tf.boolean_mask(slots, slots >= 0))[0]))
+        with tf.control_dependencies([found]):
+            self.sessions.release(lock)
+        status = tf.where(names.probes(), int(Status.INVALID), 0)
+        return tf.zeros_like(found), status, found
+
+
+def _fixed_table(slots: int, columns: int) -> tf.Tensor:
+    """Pages of each slot, in order from page 1; the spare slot has page 0 alone."""
+    pages = tf.reshape(tf.range(1, slots * columns + 1), [slots, columns])
+    return tf.concat([pages, tf.zeros([1, columns], tf.int32)], axis=0)
+
+
+def _resources(engine: Engine) -> list[tf.saved_model.experimental.TrackableResource]:
+    """Every resource of the graph, tracked so that an export finds it."""
+    pool = [v for side in engine.pool.variables.values() for v in side.values()]
+    parts = [*vars(engine.history).values(), *vars(engine.stats).values()]
+    return pool + [part for part in parts if isinstance(part, TransientVariable)]
+
+
+def pool_bytes(config: DecoderConfig, engine: EngineConfig) -> int:
+    """Bytes of the pool that an engine will hold, before it is built."""
+    geometry = CacheGeometry.of(config, engine, PREFILL_PIECE)
+    tokens = (engine.slots * geometry.columns + 1) * engine.page_size
+    per_token = geometry.cache.bytes_per_token(
+        config.num_layers, config.num_key_value_heads, config.head_dim
+    )
+    return math.prod((tokens, per_token))

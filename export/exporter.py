@@ -1,0 +1,140 @@
+"""Writes an artifact: one version directory that TensorFlow Serving loads."""
+
+from __future__ import annotations
+
+import hashlib
+import pathlib
+import shutil
+import tempfile
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from tfkv._version import __version__
+from tfkv.config import EngineConfig
+from tfkv.errors import ExportError
+from tfkv.export.engine import Engine
+from tfkv.export.importers import ModelSource, load
+from tfkv.export.signatures import build_signatures
+from tfkv.export.verification import verify
+from tfkv.export.warmup import write_warmup
+from tfkv.manifest import (
+    MANIFEST_PATH,
+    MAX_STOP_TOKENS,
+    TOKENIZER_PATH,
+    WARMUP_PATH,
+    Manifest,
+    signature_table,
+)
+
+#: Called with the stage, what is done of it, and how much there is.
+Progress = Callable[[str, int, int], None]
+
+
+def export(
+    source: object,
+    out_dir: str | pathlib.Path,
+    engine: EngineConfig | None = None,
+    *,
+    cache: str | None = None,
+    progress: Progress | None = None,
+) -> pathlib.Path:
+    """Turns a model into an artifact, and proves it before anyone can see it.
+
+    The version directory is written beside its place, loaded again in a TF1 session, its
+    answers are compared with the Keras model's, and only then is it renamed into place.
+
+    Args:
+        source: What `tfkv.export.importers.load` takes: a GGUF path, ``"smollm2"``, a
+            keras-nlp model, or a `ModelSource`.
+        out_dir: Model directory; the artifact becomes ``out_dir/<next number>``.
+        engine: What to compile for; the default engine where left out.
+        cache: Cache string, in place of the engine's.
+        progress: Called as the export goes on.
+
+    Returns:
+        The version directory.
+
+    Raises:
+        ModelSourceError: The source cannot be read.
+        ConfigError: Model and engine do not fit together.
+        ExportError: The artifact does not answer as the model does; nothing is left.
+    """
+    report = progress or (lambda stage, done, total: None)
+    report("import", 0, 1)
+    model = load(source)
+    report("import", 1, 1)
+    config = engine or EngineConfig()
+    if cache is not None:
+        config = EngineConfig.from_dict({**config.to_dict(), "cache": cache})
+    root = pathlib.Path(out_dir)
+    root.mkdir(parents=True, exist_ok=True)
+    stage = pathlib.Path(tempfile.mkdtemp(prefix=".writing-", dir=root))
+    try:
+        stage.chmod(0o755)  # mkdtemp keeps others out; a server is another user
+        _write(model, config, stage, report)
+        verify(model, stage, report)
+        return _publish(stage, root)
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+
+
+def _write(model: ModelSource, config: EngineConfig, stage: pathlib.Path, report: Progress) -> None:
+    steps = 4
+    report("export", 0, steps)
+    engine = Engine(model.config, model.weights, config)
+    table = signature_table(config, model.stop_tokens[:MAX_STOP_TOKENS])
+    report("export", 1, steps)
+    engine.served = build_signatures(engine, table)
+    tf.saved_model.save(engine, str(stage), signatures=dict(engine.served))
+    report("export", 2, steps)
+    extra = stage / pathlib.Path(MANIFEST_PATH).parent
+    extra.mkdir(exist_ok=True)
+    manifest = _manifest(model, engine, table)
+    (stage / MANIFEST_PATH).write_text(manifest.to_json(), encoding="utf-8")
+    if model.tokenizer_json is not None:
+        (stage / TOKENIZER_PATH).write_text(model.tokenizer_json, encoding="utf-8")
+    report("export", 3, steps)
+    write_warmup(stage / WARMUP_PATH, table, config.batch_sizes)
+    report("export", 4, steps)
+
+
+def _manifest(model: ModelSource, engine: Engine, table: dict) -> Manifest:
+    geometry = engine.geometry
+    return Manifest(
+        model=model.config,
+        engine=engine.engine,
+        signatures=table,
+        fingerprint=_fingerprint(model, engine.engine),
+        bytes_per_token=engine.bytes_per_token,
+        bytes_per_session=engine.bytes_per_token * geometry.layout.entries,
+        positions=geometry.positions,
+        rollback=geometry.rollback,
+        chunk_invariant=geometry.cache.policy.chunk_invariant,
+        stop_tokens=tuple(model.stop_tokens[:MAX_STOP_TOKENS]),
+        chat_template=model.chat_template,
+        special_tokens=dict(model.special_tokens),
+        source=model.description,
+        tfkv_version=__version__,
+    )
+
+
+def _fingerprint(model: ModelSource, config: EngineConfig) -> str:
+    """Equal for equal weights, architecture and cache."""
+    digest = hashlib.sha256(f"{model.config.to_dict()}{config.cache}".encode())
+    for name in sorted(model.weights):
+        digest.update(name.encode())
+        digest.update(model.weights[name].data)
+    return digest.hexdigest()
+
+
+def _publish(stage: pathlib.Path, root: pathlib.Path) -> pathlib.Path:
+    """Renames a finished version into place: a server never sees half of one."""
+    for _ in range(100):
+        taken = [int(path.name) for path in root.iterdir() if path.name.isdigit()]
+        target = root / str(max(taken, default=0) + 1)
+        try:
+            return stage.rename(target)
+        except OSError:
+            continue  # another export took the number
+    raise ExportError(f"No free version number below {root}: another process keeps taking them.")

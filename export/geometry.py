@@ -1,0 +1,127 @@
+"""Where a session's tokens lie on its pages, and which of them a query sees."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import tensorflow as tf
+
+from tfkv.config import DecoderConfig, EngineConfig
+from tfkv.errors import ConfigError
+from tfkv.layers import masks
+from tfkv.layers.cache_spec import CacheSpec
+from tfkv.layers.entry_layout import EntryLayout
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheGeometry:
+    """A policy laid out on pages.
+
+    A session's entries are its pages' tokens in order: column ``entry // page_size`` of its
+    row in the block table. A policy that keeps everything gets a ring, too, with the first
+    page as sinks: it comes into use only when a session is allowed to slide.
+
+    Args:
+        cache: Policy and codec.
+        page_size: Tokens a page (axis C).
+        layout: Entries of a session.
+        positions: Most positions a session may reach.
+    """
+
+    cache: CacheSpec
+    page_size: int
+    layout: EntryLayout
+    positions: int
+
+    @classmethod
+    def of(cls, model: DecoderConfig, engine: EngineConfig, prefill_piece: int) -> CacheGeometry:
+        """Geometry of an artifact.
+
+        Raises:
+            ConfigError: The capacity is too small to work with.
+        """
+        cache = CacheSpec.parse(engine.cache)
+        page = engine.page_size
+        slack = max(engine.decode_chunk, prefill_piece)
+        capacity = min(engine.capacity, model.context_length)
+        layout = cache.policy.layout(capacity, slack, page)
+        if not cache.policy.bounded:
+            if layout.entries < 2 * page:
+                raise ConfigError(
+                    f"`capacity` must hold at least two pages of {page} tokens. "
+                    f"Received: capacity={engine.capacity}."
+                )
+            layout = EntryLayout(layout.entries, sinks=page)
+        return cls(cache, page, layout, model.context_length)
+
+    @property
+    def columns(self) -> int:
+        """Pages of a session."""
+        return self.layout.entries // self.page_size
+
+    @property
+    def sinks(self) -> int:
+        """First positions that every query sees."""
+        return self.cache.policy.sinks if self.cache.policy.bounded else self.page_size
+
+    @property
+    def ring(self) -> int:
+        """Entries behind the sinks."""
+        return self.layout.entries - self.layout.sinks
+
+    def limit(self, overflow: tf.Tensor) -> tf.Tensor:
+        """Most tokens a session may hold, by its overflow choice; int32."""
+        if self.cache.policy.bounded:
+            return tf.zeros_like(overflow) + self.positions
+        whole = min(self.layout.entries, self.positions)
+        return tf.where(overflow == 2, self.positions, whole)
+
+    def first_visible(self, positions: tf.Tensor) -> tf.Tensor:
+        """Oldest position that each query sees apart from the sinks.
+
+        A session that slides drops whole pages, so that what a query sees depends on its
+        position alone and not on how the prompt was cut.
+        """
+        if self.cache.policy.bounded:
+            return self.cache.policy.first_visible(positions)
+        past = positions + 1 - self.layout.entries
+        dropped = -tf.math.floordiv(-past, self.page_size)
+        return tf.where(past > 0, self.page_size * (dropped + 1), 0)
+
+    def reversible(self, reached: tf.Tensor, position: tf.Tensor) -> tf.Tensor:
+        """Whether a query at `position` still finds all it sees, in a session that once held
+        `reached` tokens."""
+        intact = reached <= self.layout.entries
+        return intact | (self.first_visible(position) >= reached - self.ring)
+
+    def earliest_reversible(self, reached: tf.Tensor) -> tf.Tensor:
+        """The first position for which `reversible` holds; int32."""
+        lost = reached - self.ring
+        if self.cache.policy.bounded:
+            earliest = lost - self.first_visible(tf.zeros_like(reached))
+            return tf.where(reached <= self.layout.entries, 0, earliest)
+        pages = -tf.math.floordiv(-(lost - self.page_size), self.page_size)
+        earliest = self.layout.entries + (pages - 1) * self.page_size
+        return tf.where(reached <= self.layout.entries, 0, earliest)
+
+    @property
+    def rollback(self) -> int:
+        """Tokens that can always be taken back; −1 = all, as long as a session does not slide."""
+        return self.cache.policy.rollback(self.layout)
+
+    def mask(self, queries: tf.Tensor, keys: tf.Tensor) -> tf.Tensor:
+        """Visibility of ``keys [A, S]`` for ``queries [A, T]`` by position, ``[A, T, S]``."""
+        return masks.visible(queries, keys, self.first_visible(queries), self.sinks)
+
+    def page_span(self, start: tf.Tensor) -> tf.Tensor:
+        """For rows that go on at ``start [B]``: sink pages, first page, end page; ``[B, 3]``."""
+        end = -tf.math.floordiv(-start, self.page_size)
+        first = tf.maximum(self.first_visible(start), 0) // self.page_size
+        first = tf.minimum(first, end)
+        sinks = tf.minimum(-(-self.sinks // self.page_size), first)
+        return tf.stack([sinks, first, end], axis=-1)
+
+    def column_of(self, pages: tf.Tensor) -> tf.Tensor:
+        """Block-table column of each logical page."""
+        layout = EntryLayout(self.columns, self.layout.sinks // self.page_size)
+        return layout.entry_of(pages)

@@ -1,0 +1,114 @@
+"""Keys and values of all sessions, on pages."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tfkv.config import DecoderConfig
+from tfkv.export.transient import TransientVariable
+from tfkv.layers.codecs import Codec, Coded
+
+#: Parts of the pool by side ("keys", "values") and part name.
+Parts = dict[str, dict[str, tf.Tensor]]
+
+
+class PagePool:
+    """The store behind every policy of an artifact.
+
+    Each part of a code is one variable ``[pages · L, K, C, ...]``; row ``page · L + layer``
+    holds a page of a layer, so that a whole page is contiguous over its layers. Page 0 is
+    nobody's: rows that must not be stored are written there.
+
+    The pool is read as plain tensors inside one computation and assigned back at its end:
+    XLA then updates it in place.
+
+    Args:
+        config: Architecture.
+        codec: How numbers are written.
+        pages: Pages, page 0 included (axis P).
+        page_size: Tokens a page (axis C).
+    """
+
+    def __init__(self, config: DecoderConfig, codec: Codec, pages: int, page_size: int) -> None:
+        self.config = config
+        self.codec = codec
+        self.pages = pages
+        self.page_size = page_size
+        lead = (pages * config.num_layers, config.num_key_value_heads, page_size)
+        self.variables = {
+            side: {
+                name: TransientVariable(f"pool_{side}_{name}", (*lead, *part.shape), part.dtype)
+                for name, part in codec.spec(config.head_dim).items()
+            }
+            for side in ("keys", "values")
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole pool."""
+        return sum(v.nbytes for side in self.variables.values() for v in side.values())
+
+    def read(self) -> Parts:
+        """All parts as tensors."""
+        return {
+            side: {name: v.read() for name, v in parts.items()}
+            for side, parts in self.variables.items()
+        }
+
+    def assign(self, parts: Parts) -> None:
+        """Publishes what a computation wrote."""
+        for side, values in parts.items():
+            for name, value in values.items():
+                self.variables[side][name].assign(value)
+
+    def gather(self, parts: Parts, pages: tf.Tensor, layer: tf.Tensor) -> tuple[Coded, Coded]:
+        """Coded keys and values of ``pages [A]`` in one layer, each ``[A, K, C, ...]``."""
+        rows = pages * self.config.num_layers + layer
+        keys, values = (
+            {name: tf.gather(part, rows) for name, part in parts[side].items()}
+            for side in ("keys", "values")
+        )
+        return keys, values
+
+    def write(
+        self,
+        parts: Parts,
+        pages: tf.Tensor,
+        offsets: tf.Tensor,
+        keys: tf.Tensor,
+        values: tf.Tensor,
+    ) -> Parts:
+        """Stores tokens of all layers.
+
+        Args:
+            parts: The pool.
+            pages: int32 ``[M]``, page of each token; 0 = nowhere.
+            offsets: int32 ``[M]``, place within the page.
+            keys: float ``[L, M, K, H]``.
+            values: Likewise.
+
+        Returns:
+            The pool with the tokens in it.
+        """
+        heads = self.config.num_key_value_heads
+        layers = tf.range(self.config.num_layers)[:, tf.newaxis, tf.newaxis]
+        rows = pages[tf.newaxis, :, tf.newaxis] * self.config.num_layers + layers
+        rows = (rows * heads + tf.range(heads)) * self.page_size + offsets[:, tf.newaxis]
+        rows = tf.reshape(rows, [-1, 1])
+        return {
+            side: {
+                name: _scatter_rows(part, rows, coded[name]) for name, part in parts[side].items()
+            }
+            for side, coded in (
+                ("keys", self.codec.encode(keys)),
+                ("values", self.codec.encode(values)),
+            )
+        }
+
+
+def _scatter_rows(part: tf.Tensor, rows: tf.Tensor, updates: tf.Tensor) -> tf.Tensor:
+    """Writes one row ``[...]`` for each ``[K, C]`` place; XLA does it in place."""
+    lead = part.shape[0] * part.shape[1] * part.shape[2]
+    flat = tf.reshape(part, [lead, *part.shape[3:]])
+    flat = tf.tensor_scatter_nd_update(flat, rows, tf.reshape(updates, [-1, *part.shape[3:]]))
+    return tf.reshape(flat, part.shape)

@@ -1,0 +1,235 @@
+"""Which conversation owns which slot: names, lifetimes, and the lock over all of it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from tfkv.errors import INVALID_INPUTS, Status
+from tfkv.export.plan import Refusal
+from tfkv.export.rows import Admission, Request
+from tfkv.export.transient import TransientVariable, unique_name
+
+#: Expiry of a pinned session.
+NEVER = 2**63 - 1
+
+_INPUT_NUMBER = {name: number for number, name in INVALID_INPUTS.items()}
+
+
+class Names(NamedTuple):
+    """String inputs, each ``[B]``."""
+
+    session_id: tf.Tensor
+    tenant: tf.Tensor
+    adapter: tf.Tensor
+
+    def keys(self) -> tf.Tensor:
+        """Unambiguous keys: the tenant's length stands before it."""
+        length = tf.strings.as_string(tf.strings.length(self.tenant))
+        return tf.strings.join([length, ":", self.tenant, self.session_id])
+
+    def probes(self) -> tf.Tensor:
+        """Rows without a session id: they warm the graph up, and are neither served nor counted."""
+        return tf.strings.length(self.session_id) == 0
+
+
+class _Mutex(tf.saved_model.experimental.TrackableResource):
+    """The one lock of an artifact."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._name = unique_name("mutex")
+        self._resource_handle = self._create_resource()
+
+    def _create_resource(self) -> tf.Tensor:
+        return tf.raw_ops.MutexV2(container="tfkv", shared_name=self._name)
+
+    def _initialize(self) -> None:
+        pass
+
+
+class SessionTable(tf.Module):
+    """Maps session names to slots and reaps what has expired.
+
+    A slot is free when its expiry is 0. Strings and the clock cannot enter XLA, so all of
+    this runs outside, under the lock that the batched bodies take.
+
+    Args:
+        slots: Sessions held at once; row `slots` of every per-slot variable is a spare that
+            refused rows write to.
+        ttl_ms: Lifetime where the caller does not say.
+    """
+
+    def __init__(self, slots: int, ttl_ms: int) -> None:
+        super().__init__(name="sessions")
+        self.slots = slots
+        self.ttl_ms = ttl_ms
+        self.slot_of = tf.lookup.experimental.MutableHashTable(
+            tf.string, tf.int64, default_value=-1, name="slot_of"
+        )
+        self.key_of = tf.lookup.experimental.MutableHashTable(
+            tf.int64, tf.string, default_value="", name="key_of"
+        )
+        self.expiry = TransientVariable("session_expiry", (slots + 1,), tf.int64)
+        self.reaped = TransientVariable("sessions_reaped", (), tf.int64)
+        self._mutex = _Mutex()
+
+    def lock(self) -> tf.Tensor:
+        """Takes the artifact's lock; it is held until `release`."""
+        return tf.raw_ops.MutexLock(mutex=self._mutex.resource_handle)
+
+    @staticmethod
+    def release(lock: tf.Tensor) -> None:
+        """Gives the lock back; run it behind everything it guards."""
+        tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
+
+    def reap(self, now_ms: tf.Tensor) -> None:
+        """Frees the slots of expired sessions."""
+        expiry = self.expiry.read()
+        dead = (expiry > 0) & (expiry <= now_ms)
+        slots = tf.where(dead)[:, 0]
+        self._forget(slots, self.key_of.lookup(slots))
+        self.expiry.assign(tf.where(dead, tf.zeros_like(expiry), expiry))
+        self.reaped.assign(self.reaped.read() + tf.size(slots, tf.int64))
+
+    def find(self, names: Names) -> tf.Tensor:
+        """Slot of each row, int64; −1 = no such session."""
+        return _vector(self.slot_of.lookup(names.keys()))
+
+    def close(self, names: Names) -> tf.Tensor:
+        """Frees the rows' slots. Returns them, −1 where there was none."""
+        keys = names.keys()
+        slots = _vector(self.slot_of.lookup(keys))
+        found = slots >= 0
+        self._forget(tf.boolean_mask(slots, found), tf.boolean_mask(keys, found))
+        spare = tf.where(found, slots, self.slots)
+        zeros = tf.zeros_like(spare)
+        self.expiry.assign(
+            tf.tensor_scatter_nd_update(self.expiry.read(), spare[:, tf.newaxis], zeros)
+        )
+        return slots
+
+    def admit(self, names: Names, request: Request, refusal: Refusal) -> Admission:
+        """Finds or makes each row's session.
+
+        Args:
+            names: Who calls.
+            request: What they ask for.
+            refusal: Rows that are refused already.
+        """
+        now = tf.cast(tf.timestamp() * 1000.0, tf.int64)
+        self.reap(now)
+        keys = names.keys()
+        first = _first_equal(keys)
+        slot = tf.cast(_vector(self.slot_of.lookup(keys)), tf.int32)
+        rows = tf.range(tf.size(slot))
+        absent = slot < 0
+        refusal = refusal.when(absent & (request.position > 0), Status.UNKNOWN, 0)
+        refusal = refusal.when(absent & (request.length == 0), Status.EMPTY, 0)
+        needs = absent & (first == rows) & (refusal.status == Status.OK)
+        given, full = self._allocate(keys, needs)
+        refusal = refusal.when(full, Status.FULL, self._retry_after(now))
+        # Copies of a row share what it got, and its refusal.
+        slot = tf.gather(tf.where(absent, given, slot), first)
+        same = _copies(names, request, first)
+        refusal = refusal.when(~same, Status.BUSY, first)
+        status = tf.where(same, tf.gather(refusal.status, first), refusal.status)
+        detail = tf.where(same, tf.gather(refusal.detail, first), refusal.detail)
+        slot = tf.where((slot < 0) | (status != Status.OK), self.slots, slot)
+        return Admission(slot, tf.gather(needs, first), first, status, detail, now[tf.newaxis])
+
+    def _allocate(self, keys: tf.Tensor, needs: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Lowest free slots for the rows that need one: slot or −1, and whether none was left."""
+        free = tf.cast(tf.where(self.expiry.read()[: self.slots] == 0)[:, 0], tf.int32)
+        rank = tf.cumsum(tf.cast(needs, tf.int32)) - 1
+        granted = _vector(needs & (rank < tf.size(free)))
+        padded = tf.concat([free, tf.fill([tf.size(rank)], -1)], axis=0)
+        slot = tf.where(granted, tf.gather(padded, tf.maximum(rank, 0)), -1)
+        new_slots = tf.cast(tf.boolean_mask(slot, granted), tf.int64)
+        new_keys = tf.boolean_mask(keys, granted)
+        self.slot_of.insert(new_keys, new_slots)
+        self.key_of.insert(new_slots, new_keys)
+        # Expired at once, were the call to end before it publishes.
+        once = tf.ones_like(new_slots)
+        self.expiry.assign(
+            tf.tensor_scatter_nd_update(self.expiry.read(), new_slots[:, tf.newaxis], once)
+        )
+        return slot, needs & ~granted
+
+    def _retry_after(self, now: tf.Tensor) -> tf.Tensor:
+        expiry = self.expiry.read()[: self.slots]
+        earliest = tf.reduce_min(tf.where(expiry > 0, expiry, NEVER))
+        return tf.cast(tf.minimum(earliest - now, 2**31 - 1), tf.int32)
+
+    def _forget(self, slots: tf.Tensor, keys: tf.Tensor) -> None:
+        self.slot_of.remove(keys)
+        self.key_of.remove(slots)
+
+    def expiry_after(self, now_ms: tf.Tensor, ttl_ms: tf.Tensor, pin: tf.Tensor) -> tf.Tensor:
+        """When sessions used now expire, int64 ``[B]``."""
+        ttl = tf.where(ttl_ms > 0, ttl_ms, self.ttl_ms)
+        never = tf.zeros_like(ttl) + NEVER
+        return tf.where(pin == 1, never, now_ms + tf.minimum(ttl, NEVER // 4))
+
+
+def check_request(
+    names: Names, request: Request, vocabulary: int, decode_chunk: int, width: tf.Tensor
+) -> Refusal:
+    """Refuses rows with a value out of range; ``detail`` is the input's number.
+
+    Args:
+        names: Who calls.
+        request: What they ask for, padded.
+        vocabulary: Token ids are below it.
+        decode_chunk: Most tokens one call samples.
+        width: int32, width of `tokens` as it came, before it was padded.
+    """
+    r = request
+    given = tf.range(r.tokens.shape[1]) < r.length[:, tf.newaxis]
+    bad_token = given & ((r.tokens < 0) | (r.tokens >= vocabulary))
+    bad_stop = (r.stop_tokens < -1) | (r.stop_tokens >= vocabulary)
+    at_least_0 = (r.temperature >= 0.0) & (r.temperature < float("inf"))
+    wrong = {
+        "session_id": names.probes(),
+        "length": (r.length < 0) | (r.length > width),
+        "tokens": tf.reduce_any(bad_token, axis=1),
+        "position": r.position < -1,
+        "max_new_tokens": (r.max_new_tokens < 0) | (r.max_new_tokens > decode_chunk),
+        "temperature": ~at_least_0,
+        "top_p": ~((r.top_p > 0) & (r.top_p <= 1)),
+        "min_p": ~((r.min_p >= 0) & (r.min_p <= 1)),
+        "repetition_penalty": ~((r.repetition_penalty > 0) & (r.repetition_penalty < float("inf"))),
+        "top_k": r.top_k < 0,
+        "overflow": (r.overflow < 0) | (r.overflow > 2),
+        "pin": (r.pin < 0) | (r.pin > 1),
+        "ttl_ms": r.ttl_ms < 0,
+        "stop_tokens": tf.reduce_any(bad_stop, axis=1),
+    }
+    status = tf.zeros_like(r.length)
+    refusal = Refusal(status, status)
+    for name, holds in wrong.items():
+        refusal = refusal.when(holds, Status.INVALID, _INPUT_NUMBER[name])
+    return refusal.when(tf.strings.length(names.adapter) > 0, Status.ADAPTER, 0)
+
+
+def _vector(x: tf.Tensor) -> tf.Tensor:
+    """The same tensor with its rank known: table lookups and string joins lose it."""
+    return tf.ensure_shape(x, [None])
+
+
+def _first_equal(keys: tf.Tensor) -> tf.Tensor:
+    """First row with the same key, int32 ``[B]``."""
+    equal = keys[:, tf.newaxis] == keys[tf.newaxis, :]
+    return tf.argmax(tf.cast(equal, tf.int32), axis=1, output_type=tf.int32)
+
+
+def _copies(names: Names, request: Request, first: tf.Tensor) -> tf.Tensor:
+    """Whether each row asks for just what the first row of its session asks for."""
+    same = tf.gather(names.adapter, first) == names.adapter
+    for value in request:
+        equal = tf.gather(value, first) == value
+        # NaN differs from itself, but a NaN row is refused before it could be a copy.
+        rest = list(range(1, len(equal.shape)))
+        same = same & (tf.reduce_all(equal, axis=rest) if rest else equal)
+    return same | (first == tf.range(tf.size(first)))

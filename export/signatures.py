@@ -1,0 +1,192 @@
+"""The serving signatures over an engine: shapes in, batches through, rows out."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from tfkv.export.engine import Engine
+from tfkv.export.rows import DECODE, GENERATE, SCORE, Answer, Request
+from tfkv.export.session_table import Names
+from tfkv.manifest import MAX_STOP_TOKENS, SignatureSpec, TensorSpec
+
+Tensors = dict[str, tf.Tensor]
+
+#: Inputs of the computation that `decode` and `score` do not have.
+_NEUTRAL: dict[str, int | float] = {
+    "max_new_tokens": 0,
+    "temperature": 0.0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "top_k": 0,
+    "seed": 0,
+    "stop_tokens": -1,
+}
+
+_ANSWERS = {
+    "generate": ("tokens", "count", "logprobs", "finish"),
+    "decode": ("logits",),
+    "score": ("logprobs", "count"),
+}
+_MODES = {"generate": GENERATE, "decode": DECODE, "score": SCORE}
+_FIELD_OF = {("score", "logprobs"): "scores", ("score", "count"): "taken"}
+
+
+def build_signatures(
+    engine: Engine, table: dict[str, SignatureSpec]
+) -> dict[str, tf.types.experimental.PolymorphicFunction]:
+    """One traced function for each signature of the contract.
+
+    Args:
+        engine: What they run.
+        table: The contract, `tfkv.manifest.signature_table`.
+
+    Returns:
+        Signature name to a function whose input signature is the contract's.
+    """
+    bodies: dict[str, Callable[[Tensors], Tensors]] = {
+        name: _batched(engine, name) for name in _ANSWERS
+    }
+    bodies["truncate"] = lambda inputs: _row_answer(
+        engine, engine.truncate(_names(inputs), inputs["position"])
+    )
+    bodies["close"] = lambda inputs: _row_answer(engine, engine.close(_names(inputs)))
+    bodies["stats"] = lambda inputs: engine.stats.read(tf.size(inputs["session_id"]))
+    return {name: _signature(spec, bodies[name], name) for name, spec in table.items()}
+
+
+def _signature(
+    spec: SignatureSpec, body: Callable[[Tensors], Tensors], name: str
+) -> tf.types.experimental.PolymorphicFunction:
+    """A function of named tensors with the contract's defaults."""
+
+    # TensorFlow writes SignatureDef.defaults from parameters that default to a tensor, and
+    # parameters with a default come last.
+    names = sorted(spec.inputs, key=lambda key: spec.inputs[key].default is not None)
+
+    def serve(*values: tf.Tensor) -> Tensors:
+        return body(_broadcast(spec, dict(zip(names, values, strict=True))))
+
+    serve.__name__ = name
+    serve.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [_parameter(key, spec.inputs[key]) for key in names]
+    )
+    return tf.function(
+        serve,
+        input_signature=[_tensor_spec(key, spec.inputs[key]) for key in names],
+        autograph=False,
+    )
+
+
+def _parameter(name: str, spec: TensorSpec) -> inspect.Parameter:
+    default = inspect.Parameter.empty
+    if spec.default is not None:
+        default = tf.constant([spec.default], spec.dtype)
+    return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default)
+
+
+def _tensor_spec(name: str, spec: TensorSpec) -> tf.TensorSpec:
+    shape = [None, *(None if axis == "T" else axis for axis in spec.shape)]
+    return tf.TensorSpec(shape, spec.dtype, name=name)
+
+
+def _broadcast(spec: SignatureSpec, inputs: Tensors) -> Tensors:
+    """Inputs of one row each row of the batch; anything else is refused before it can harm.
+
+    TensorFlow Serving does not check shapes, so the graph does.
+    """
+    rows = tf.size(inputs["session_id"])
+    checked: Tensors = {}
+    checks = []
+    for name, value in inputs.items():
+        # The shape as it comes: TensorFlow believes the signature and would drop the check.
+        shape = tf.shape(tf.raw_ops.PlaceholderWithDefault(input=value, shape=None))
+        rank = 1 + len(spec.inputs[name].shape)
+        checks.append(
+            tf.debugging.assert_equal(
+                tf.size(shape), rank, f"`{name}` must have rank {rank}, the batch first."
+            )
+        )
+        with tf.control_dependencies(checks[-1:]):
+            count = shape[0]
+        checks.append(
+            tf.debugging.assert_equal(
+                (count == rows) | (count == 1),
+                True,
+                f"`{name}` must have as many rows as `session_id`, or one for all.",
+            )
+        )
+        repeats = tf.where(count == rows, 1, rows)
+        checked[name] = tf.repeat(value, repeats, axis=0)
+    with tf.control_dependencies([check for check in checks if check is not None]):
+        return {name: tf.identity(value) for name, value in checked.items()}
+
+
+def _names(inputs: Tensors) -> Names:
+    adapter = inputs.get("adapter", tf.zeros_like(inputs["tenant"]))
+    return Names(inputs["session_id"], inputs["tenant"], adapter)
+
+
+def _row_answer(engine: Engine, answer: tuple[tf.Tensor, ...]) -> Tensors:
+    position, status, detail = answer
+    return {
+        "position": position,
+        "status": status,
+        "detail": detail,
+        "epoch": tf.fill([tf.size(status)], engine.stats.epoch.read()),
+    }
+
+
+def _batched(engine: Engine, signature: str) -> Callable[[Tensors], Tensors]:
+    """A signature whose calls are merged into batches inside the graph."""
+    config = engine.engine
+    names = _ANSWERS[signature]
+
+    def body(*flat: tf.Tensor) -> list[tf.Tensor]:
+        count = len(Names._fields)
+        answer = engine.advance(Names(*flat[:count]), Request(*flat[count:-1]), flat[-1])
+        rows = _row_answer(engine, (answer.position, answer.status, answer.detail))
+        return [*(_field(answer, signature, name) for name in names), *rows.values()]
+
+    batch = tf.nondifferentiable_batch_function(
+        num_batch_threads=1,
+        max_batch_size=config.batch_sizes[-1],
+        batch_timeout_micros=config.batch_timeout_us,
+        allowed_batch_sizes=list(config.batch_sizes),
+        max_enqueued_batches=config.max_enqueued_batches,
+        autograph=False,
+        enable_large_batch_splitting=False,
+    )(body)
+
+    def serve(inputs: Tensors) -> Tensors:
+        mode = tf.fill([tf.size(inputs["length"])], _MODES[signature])
+        request, width = _request({**inputs, "mode": mode}, config.prefill_tokens)
+        outputs = batch(*_names(inputs), *request, width)
+        keys = [*names, "position", "status", "detail", "epoch"]
+        return dict(zip(keys, outputs, strict=True))
+
+    return serve
+
+
+def _field(answer: Answer, signature: str, name: str) -> tf.Tensor:
+    return getattr(answer, _FIELD_OF.get((signature, name), name))
+
+
+def _request(inputs: Tensors, width: int) -> tuple[Request, tf.Tensor]:
+    """The request padded to the compiled width, and the width that came, int32 ``[B]``."""
+    tokens = inputs["tokens"][:, :width]
+    rows, came = tf.shape(tokens)[0], tf.shape(tokens)[1]
+    tokens = tf.pad(tokens, [[0, 0], [0, width - came]])
+    # What stands behind `length` is nobody's business: copies of a row may differ there.
+    tokens = tf.where(tf.range(width) < inputs["length"][:, tf.newaxis], tokens, 0)
+    tokens = tf.ensure_shape(tokens, [None, width])
+    fields: Tensors = {**inputs, "tokens": tokens}
+    for name, value in _NEUTRAL.items():
+        if name not in fields:
+            shape = [rows, MAX_STOP_TOKENS] if name == "stop_tokens" else [rows]
+            dtype = tf.int64 if name == "seed" else None
+            fields[name] = tf.fill(shape, tf.constant(value, dtype))
+    return Request(*(fields[name] for name in Request._fields)), tf.fill([rows], came)

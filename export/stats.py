@@ -1,0 +1,140 @@
+"""Counters of an artifact, published after each computation."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tfkv.errors import Status
+from tfkv.export.history import History
+from tfkv.export.page_pool import PagePool
+from tfkv.export.plan import Plan
+from tfkv.export.rows import Admission, Answer
+from tfkv.export.session_table import SessionTable
+from tfkv.export.transient import TransientVariable
+from tfkv.manifest import STATS
+
+_REJECTED = {
+    "rejected_invalid": (Status.INVALID, Status.EMPTY),
+    "rejected_unknown": (Status.UNKNOWN,),
+    "rejected_conflict": (Status.CONFLICT, Status.GAP, Status.FORGOTTEN),
+    "rejected_full": (Status.FULL, Status.OVERFLOW),
+    "rejected_busy": (Status.BUSY,),
+    "rejected_other": (Status.NOT_REVERSIBLE, Status.QUOTA, Status.ADAPTER),
+}
+
+
+class Stats:
+    """What ``stats`` answers with.
+
+    Readers look at a vector that is published under the lock once a computation is over:
+    reading the variables themselves would wait for whatever is running.
+
+    Args:
+        sessions: The session table.
+        history: The sessions' memory.
+        pool: The page pool.
+        columns: Pages of a session.
+    """
+
+    def __init__(
+        self, sessions: SessionTable, history: History, pool: PagePool, columns: int
+    ) -> None:
+        self._sessions = sessions
+        self._history = history
+        self._pool = pool
+        self._columns = columns
+        self.counters = TransientVariable("counters", (len(STATS),), tf.int64)
+        self.published = TransientVariable("published_stats", (len(STATS),), tf.int64)
+        self.loaded_ms = TransientVariable("loaded_ms", (), tf.int64, initial=_now_ms)
+        self.epoch = TransientVariable("epoch", (), tf.int64, initial=_draw_epoch)
+
+    def tally(
+        self, plan: Plan, answer: Answer, admission: Admission, probes: tf.Tensor, score: tf.Tensor
+    ) -> tf.Tensor:
+        """What a batch adds to the counters; probes count for nothing. int64 vector."""
+        rows = tf.range(tf.size(plan.status))
+        # Padding repeats rows, so a copy is a row whose first is another one.
+        counted = ~probes & (admission.first == rows)
+        ok = counted & (plan.status == Status.OK)
+        idle = ok & (plan.fill == 0) & (plan.steps == 0)
+
+        def total(rows: tf.Tensor, amount: tf.Tensor | int = 1) -> tf.Tensor:
+            return tf.reduce_sum(tf.cast(tf.where(rows, amount, 0), tf.int64))
+
+        added = {
+            "calls": tf.cast(tf.reduce_any(counted), tf.int64),
+            "rows": total(counted),
+            "rows_padded": total(~probes & ~counted & (plan.status != Status.BUSY)),
+            "tokens_prefilled": total(ok, plan.fill),
+            "tokens_decoded": total(ok, tf.maximum(answer.count - plan.replayed, 0)),
+            "tokens_scored": total(ok & score, answer.taken),
+            "replays": total(idle & (plan.replayed > 0)),
+            "sessions_opened": total(ok & admission.fresh),
+            "rejected_busy": total(plan.status == Status.BUSY),
+        }
+        for name, statuses in _REJECTED.items():
+            if name not in added:
+                refused = [plan.status == int(status) for status in statuses]
+                added[name] = total(counted & tf.reduce_any(tf.stack(refused), axis=0))
+        zero = tf.constant(0, tf.int64)
+        return tf.stack([added.get(name, zero) for name in STATS])
+
+    def add(self, added: tf.Tensor) -> None:
+        """Adds to the counters, and publishes them with what the sessions hold now."""
+        counters = self.counters.read() + added
+        self.counters.assign(counters)
+        used = self._sessions.expiry.read()[:-1] > 1
+        held, filled = self._history.held.read()[:-1], self._history.filled.read()[:-1]
+        size = self._pool.page_size
+        pages = tf.minimum((filled + size - 1) // size, self._columns)
+        pages = tf.reduce_sum(tf.where(used, pages, 0))
+        page_bytes = self._pool.nbytes // self._pool.pages
+        now = {
+            "slots": self._sessions.slots,
+            "slots_used": tf.reduce_sum(tf.cast(used, tf.int32)),
+            "pages": self._pool.pages - 1,
+            "pages_used": pages,
+            "bytes_pool": self._pool.nbytes,
+            "bytes_used": tf.cast(pages, tf.int64) * page_bytes,
+            "sessions_reaped": self._sessions.reaped.read(),
+            "integrity": self._broken(used, held, filled),
+        }
+        vector = tf.unstack(counters)
+        for index, name in enumerate(STATS):
+            if name in now:
+                vector[index] = tf.cast(now[name], tf.int64)
+        self.published.assign(tf.stack(vector))
+
+    def close(self, closed: tf.Tensor) -> None:
+        """Counts closed sessions, and publishes."""
+        index = list(STATS).index("sessions_closed")
+        self.add(tf.one_hot(index, len(STATS), dtype=tf.int64) * tf.cast(closed, tf.int64))
+
+    def _broken(self, used: tf.Tensor, held: tf.Tensor, filled: tf.Tensor) -> tf.Tensor:
+        """How many invariants do not hold: 0 in a sound artifact."""
+        alive = tf.reduce_sum(tf.cast(self._sessions.expiry.read()[:-1] > 0, tf.int64))
+        rows = tf.reduce_any(used & ((filled > held) | (filled < held - 1) | (held < 1)))
+        broken = [
+            self._sessions.slot_of.size() != alive,
+            self._sessions.key_of.size() != alive,
+            rows,
+        ]
+        return tf.reduce_sum(tf.cast(tf.stack(broken), tf.int64))
+
+    def read(self, rows: tf.Tensor) -> dict[str, tf.Tensor]:
+        """The published values, each int64 ``[rows]``."""
+        values = dict(zip(STATS, tf.unstack(self.published.read()), strict=True))
+        values["uptime_ms"] = _now_ms() - self.loaded_ms.read()
+        values["epoch"] = self.epoch.read()
+        return {name: tf.fill([rows], value) for name, value in values.items()}
+
+
+def _now_ms() -> tf.Tensor:
+    return tf.cast(tf.timestamp() * 1000.0, tf.int64)
+
+
+def _draw_epoch() -> tf.Tensor:
+    """A number no other load has: random bits, and the clock in case a seed fixes those."""
+    clock = tf.cast(tf.timestamp() * 1e6, tf.int64)
+    drawn = tf.random.uniform([], maxval=2**62, dtype=tf.int64)
+    return tf.bitwise.bitwise_xor(clock, drawn)

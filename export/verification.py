@@ -1,0 +1,151 @@
+"""Proves a written artifact against the model it was made from."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+
+import numpy as np
+import tensorflow as tf
+
+from tfkv.errors import ExportError, Status
+from tfkv.export.importers import ModelSource
+from tfkv.manifest import Manifest, SignatureSpec
+
+#: Two logits nearer than this may change places through rounding alone (design: near ties).
+NEAR_TIE = 1e-4
+
+#: Most that a float32 logit may differ: rounding through 30 layers, see `path.logit_gap`.
+LOGIT_GAP = 1e-3
+
+
+class LoadedArtifact:
+    """An artifact in a TF1 session, as TensorFlow Serving loads it.
+
+    Args:
+        version_dir: Directory with ``saved_model.pb``.
+    """
+
+    def __init__(self, version_dir: str | pathlib.Path) -> None:
+        self.manifest = Manifest.read(version_dir)
+        graph = tf.Graph()
+        self._session = tf.compat.v1.Session(graph=graph)
+        with graph.as_default():
+            meta = tf.compat.v1.saved_model.load(self._session, ["serve"], str(version_dir))
+        self._signatures = dict(meta.signature_def)
+
+    def __enter__(self) -> LoadedArtifact:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._session.close()
+
+    def call(self, signature: str, **inputs: object) -> dict[str, np.ndarray]:
+        """Calls a signature; inputs left out take the contract's defaults.
+
+        Args:
+            signature: Its name.
+            inputs: Values of the batch, by input name.
+
+        Returns:
+            Outputs by name.
+        """
+        definition = self._signatures[signature]
+        spec = self.manifest.signatures[signature]
+        feeds = {
+            definition.inputs[name].name: value for name, value in _complete(spec, inputs).items()
+        }
+        fetches = {name: tensor.name for name, tensor in definition.outputs.items()}
+        return self._session.run(fetches, feeds)
+
+
+def _complete(spec: SignatureSpec, inputs: dict[str, object]) -> dict[str, np.ndarray]:
+    values: dict[str, np.ndarray] = {}
+    for name, tensor in spec.inputs.items():
+        dtype = object if tensor.dtype == "string" else tensor.dtype
+        value = inputs[name] if name in inputs else [tensor.default]
+        values[name] = np.array(value, dtype)
+    return values
+
+
+def verify(
+    model: ModelSource, version_dir: pathlib.Path, report: Callable[[str, int, int], None]
+) -> None:
+    """Compares a written artifact with the Keras model of the same weights.
+
+    Args:
+        model: What was exported.
+        version_dir: What was written.
+        report: Progress callback.
+
+    Raises:
+        ExportError: They differ; it says where first.
+    """
+    from tfkv.causal_lm import CausalLM
+
+    steps = 3
+    report("verify", 0, steps)
+    with LoadedArtifact(version_dir) as artifact:
+        engine = artifact.manifest.engine
+        size = min(24, engine.prefill_tokens, engine.capacity // 2)
+        prompt = np.random.default_rng(0).integers(0, model.config.vocabulary_size, size)
+        logits = artifact.call(
+            "decode", session_id=["verify"], tokens=[prompt], length=[size], position=[0]
+        )
+        _expect_ok(logits, "decode")
+        report("verify", 1, steps)
+        answer = artifact.call(
+            "generate",
+            session_id=["verify"],
+            tokens=[prompt],
+            length=[size],
+            position=[0],
+            stop_tokens=[[-1] * 8],
+        )
+        _expect_ok(answer, "generate")
+        report("verify", 2, steps)
+        cache = artifact.manifest.engine.cache
+    reference = CausalLM(model.config, cache=cache, capacity=engine.capacity)
+    reference.assign_weights(model.weights)
+    tokens = [*prompt, *answer["tokens"][0, : answer["count"][0]]]
+    expected = np.asarray(_through_cache(reference, tokens))
+    _compare(expected, size, logits["logits"][0], answer["tokens"][0])
+    report("verify", 3, steps)
+
+
+def _through_cache(reference: object, tokens: list[int]) -> np.ndarray:
+    """Logits ``[T, V]`` of the Keras model, read through its own cache."""
+    ids = np.array([tokens], np.int32)
+    state = reference.init_state(1)  # type: ignore[attr-defined]
+    positions = np.arange(ids.shape[1], dtype=np.int32)[np.newaxis]
+    logits, _ = reference(ids, positions=positions, state=state)  # type: ignore[operator]
+    return logits[0]
+
+
+def _expect_ok(answer: dict[str, np.ndarray], signature: str) -> None:
+    status = Status(int(answer["status"][0]))
+    if status is not Status.OK:
+        raise ExportError(
+            f"The written artifact answers {signature!r} with {status.name}, expected OK. "
+            "Nothing was left on disk; please report this with the export's arguments."
+        )
+
+
+def _compare(expected: np.ndarray, size: int, logits: np.ndarray, tokens: np.ndarray) -> None:
+    gap = float(np.max(np.abs(expected[size - 1] - logits)))
+    scale = max(1.0, float(np.max(np.abs(expected[size - 1]))) / 20)
+    if not gap <= LOGIT_GAP * scale:
+        raise ExportError(
+            f"The written artifact's logits differ from the Keras model's by {gap:.2e}, "
+            f"expected at most {LOGIT_GAP * scale:.0e}. Nothing was left on disk."
+        )
+    for step, token in enumerate(tokens):
+        row = expected[size - 1 + step]
+        best = np.sort(row)[-2:]
+        if token != row.argmax():
+            if best[1] - best[0] <= NEAR_TIE * scale:
+                return  # a near tie: both continuations are right
+            raise ExportError(
+                f"The written artifact sampled token {token} at step {step}, the Keras model "
+                f"{row.argmax()}. Nothing was left on disk."
+            )
