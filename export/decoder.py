@@ -188,7 +188,7 @@ class PackedDecoder:
             seen = attention.normalize(attention.merge(on_pages, part))
             seen = attention.ungroup_output(seen, heads)
             seen = tf.reshape(seen, [*shape_of(x)[:2], heads * self.config.head_dim])
-            after = x + tf.matmul(seen, w["attention_output"], transpose_b=True)
+            after = x + _linear(seen, w["attention_output"])
             after = after + self._feed_forward(w, after)
             return (
                 layer + 1,
@@ -209,7 +209,7 @@ class PackedDecoder:
         c = self.config
         heads = [c.num_query_heads, c.num_key_value_heads, c.num_key_value_heads]
         normal = rms_normalize(x, w["attention_norm"], c.rms_epsilon)
-        fused = tf.matmul(normal, w["qkv"], transpose_b=True)
+        fused = _linear(normal, w["qkv"])
         q, k, v = tf.split(
             tf.reshape(fused, [*shape_of(x)[:2], sum(heads), c.head_dim]), heads, axis=2
         )
@@ -218,13 +218,13 @@ class PackedDecoder:
 
     def _feed_forward(self, w: dict[str, tf.Tensor], x: tf.Tensor) -> tf.Tensor:
         normal = rms_normalize(x, w["feedforward_norm"], self.config.rms_epsilon)
-        gate, up = tf.split(tf.matmul(normal, w["gate_up"], transpose_b=True), 2, axis=-1)
-        return tf.matmul(tf.nn.silu(gate) * up, w["down"], transpose_b=True)
+        gate, up = tf.split(_linear(normal, w["gate_up"]), 2, axis=-1)
+        return _linear(tf.nn.silu(gate) * up, w["down"])
 
     def logits(self, weights: Weights, x: tf.Tensor) -> tf.Tensor:
         """Logits ``[..., V]`` of block outputs ``[..., D]``."""
         normal = rms_normalize(x, weights.final_norm, self.config.rms_epsilon)
-        return tf.matmul(normal, weights.output, transpose_b=True)
+        return _linear(normal, weights.output)
 
     def fresh_store(
         self, rows: int | tf.Tensor, width: int
@@ -321,3 +321,14 @@ class PackedDecoder:
             keys,
             values,
         )
+
+
+def _linear(x: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
+    """``x [..., in]`` times ``weight [out, in]``.
+
+    One matrix product: left to itself, a product with a batch axis would repeat the weights
+    for each row.
+    """
+    *lead, width = shape_of(x)
+    flat = tf.matmul(tf.reshape(x, [-1, width]), weight, transpose_b=True)
+    return tf.reshape(flat, [*lead, weight.shape[0]])

@@ -46,8 +46,12 @@ class TransientVariable(tf.saved_model.experimental.TrackableResource):
         )
 
     def _initialize(self) -> None:
-        value = self._initial() if self._initial else tf.zeros(self.shape, self.dtype)
+        value = self._initial() if self._initial else self._zeros()
         tf.raw_ops.AssignVariableOp(resource=self.resource_handle, value=value)
+
+    def _zeros(self) -> tf.Tensor:
+        # tf.zeros would be folded into a constant, and a pool would be held twice.
+        return tf.raw_ops.Empty(shape=self.shape, dtype=self.dtype, init=True)
 
     def _destroy_resource(self) -> None:
         if sys.is_finalizing():
