@@ -1,0 +1,80 @@
+"""Exports of SmolLM2 that measurements share, made anew only when something changed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import pathlib
+import shutil
+import subprocess
+import sys
+
+from tfkv._version import __version__
+from tfkv.config import EngineConfig
+from tfkv.errors import ArtifactError
+from tfkv.manifest import Manifest, latest_version
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+SOURCE = "smollm2"
+
+#: Engines by name; the folder is ``artifacts/bench-<name>``.
+ENGINES = {
+    "default": EngineConfig(),
+    "long": EngineConfig(slots=2, capacity=4352),
+}
+
+_STAMP = "made_from.txt"
+_EXPORTING = ("tfkv", "layers", "export")
+
+
+def prepare(name: str) -> pathlib.Path:
+    """Model directory of an engine, exported unless one made from the same code is there.
+
+    Args:
+        name: A key of `ENGINES`.
+
+    Raises:
+        subprocess.CalledProcessError: The export failed; its messages are on standard error.
+    """
+    engine, directory = ENGINES[name], ROOT / "artifacts" / f"bench-{name}"
+    stamp = directory / _STAMP
+    with contextlib.suppress(ArtifactError, OSError):
+        manifest = Manifest.read(latest_version(directory))
+        same = manifest.engine == engine and manifest.tfkv_version == __version__
+        if same and stamp.read_text(encoding="utf-8") == source_hash():
+            return directory
+    shutil.rmtree(directory, ignore_errors=True)
+    # A process of its own: an export leaves gigabytes behind in the one it ran in.
+    subprocess.run(
+        [sys.executable, "-m", "tfkv", "export", SOURCE, str(directory), *_options(engine)],
+        check=True,
+        stdout=subprocess.DEVNULL,
+        cwd=ROOT,
+    )
+    stamp.write_text(source_hash(), encoding="utf-8")
+    return directory
+
+
+def _options(engine: EngineConfig) -> list[str]:
+    """An engine as options of ``tfkv export``."""
+    options = []
+    for field in dataclasses.fields(engine):
+        value = getattr(engine, field.name)
+        option = f"--{field.name.replace('_', '-')}"
+        if isinstance(value, bool):
+            options.append(option if value else option.replace("--", "--no-", 1))
+        else:
+            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            options += [option, text]
+    return options
+
+
+def source_hash() -> str:
+    """Hash of all code that an export runs."""
+    digest = hashlib.sha256()
+    for folder in _EXPORTING:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            digest.update(str(path.relative_to(ROOT)).encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()

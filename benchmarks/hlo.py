@@ -1,0 +1,100 @@
+"""Reading XLA's optimised HLO: what it copies does not depend on noise."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?(?P<name>[\w.\-]+) .*\{\s*$")
+_INSTRUCTION = re.compile(
+    r"^\s+(ROOT )?%?(?P<name>[\w.\-]+) = (?P<dtype>\w+)\[(?P<shape>[\d,]*)\]\S* (?P<op>[\w\-]+)\("
+)
+_CALLS = re.compile(r"\bcalls=%?([\w.\-]+)")
+_MOVES = ("copy", "transpose")
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One instruction with an array as its result.
+
+    Args:
+        name: Its name.
+        computation: Where it stands: a loop's body, a fusion, the entry.
+        op: ``copy``, ``fusion``, ...
+        dtype: Of the result.
+        shape: Of the result.
+        calls: Computation of a fusion, empty otherwise.
+    """
+
+    name: str
+    computation: str
+    op: str
+    dtype: str
+    shape: tuple[int, ...]
+    calls: str = ""
+
+    @property
+    def elements(self) -> int:
+        """Elements of the result."""
+        return math.prod(self.shape)
+
+
+def instructions(hlo_text: str) -> Iterator[Instruction]:
+    """All instructions of a module whose result is one array."""
+    computation = ""
+    for line in hlo_text.splitlines():
+        if found := _INSTRUCTION.match(line):
+            shape = tuple(int(axis) for axis in found["shape"].split(",") if axis)
+            calls = _CALLS.search(line) if found["op"] == "fusion" else None
+            yield Instruction(
+                found["name"],
+                computation,
+                found["op"],
+                found["dtype"],
+                shape,
+                calls[1] if calls else "",
+            )
+        elif found := _COMPUTATION.match(line):
+            computation = found["name"]
+
+
+def large_copies(
+    hlo_text: str, elements: int, ignore_axes: frozenset[int] = frozenset()
+) -> list[Instruction]:
+    """Copies and transposes that write at least so many elements.
+
+    A copy inside a fusion counts where the fusion's own result is that large: otherwise it is
+    only an order of reading.
+
+    Args:
+        hlo_text: Optimised HLO, as text.
+        elements: Least size that counts.
+        ignore_axes: Lengths of axes that no cache has, such as the vocabulary; arrays with
+            one of them do not count.
+
+    Returns:
+        The instructions, fusions among them, in the module's order.
+    """
+    everything = list(instructions(hlo_text))
+    fused = {item.calls for item in everything if item.calls}
+
+    def large(item: Instruction) -> bool:
+        return item.elements >= elements and not ignore_axes & set(item.shape)
+
+    moving = {item.computation for item in everything if item.op in _MOVES and large(item)}
+    return [
+        item
+        for item in everything
+        if large(item)
+        and (
+            (item.op in _MOVES and item.computation not in fused)
+            or (item.op == "fusion" and item.calls in moving)
+        )
+    ]
+
+
+def fusions(hlo_text: str) -> int:
+    """Fusions that are run as such, in all computations."""
+    return sum(item.op == "fusion" for item in instructions(hlo_text))

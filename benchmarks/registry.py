@@ -1,0 +1,45 @@
+"""Which function measures which figures."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Mapping
+
+from benchmarks.bars import Measurement
+
+#: Issue to the module that measures its figures. A new issue adds a line here.
+MODULES = {
+    "path": "benchmarks.path",
+}
+
+#: Called with a line about what is being done.
+Say = Callable[[str], None]
+
+Measured = Mapping[str, float | Measurement]
+
+
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """A function that measures some figures in one go.
+
+    Args:
+        names: Full names of the figures.
+        run: Measures them; gives name to value. A name it leaves out counts as short.
+    """
+
+    names: tuple[str, ...]
+    run: Callable[[Say], Measured]
+
+
+def measures(*names: str) -> Callable[[Callable[[Say], Measured]], Measure]:
+    """Decorator: the function measures the figures of these names."""
+    return lambda function: Measure(names, function)
+
+
+def measures_of(issue: str) -> list[Measure]:
+    """Everything an issue measures, in the order of its module; empty for an unknown one."""
+    if issue not in MODULES:
+        return []
+    module = importlib.import_module(MODULES[issue])
+    return [value for value in vars(module).values() if isinstance(value, Measure)]

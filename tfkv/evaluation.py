@@ -1,0 +1,197 @@
+"""How far a cache moves the model's next-token distributions, measured on a given text.
+
+Text is read teacher-forced and in pieces, so that all but the newest piece is read back
+from the cache under test: a one-pass perplexity would never touch it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import tensorflow as tf
+
+from tfkv.causal_lm import CausalLM
+from tfkv.errors import ConfigError
+
+
+class Reader(Protocol):
+    """Reads one text through a cache, piece by piece."""
+
+    def start(self) -> None:
+        """Forgets what was read."""
+
+    def read(self, tokens: np.ndarray, position: int) -> tf.Tensor:
+        """Reads on.
+
+        Args:
+            tokens: int32 ``[T]``, always as many as at first.
+            position: Of the first of them.
+
+        Returns:
+            float32 logits ``[T, V]`` after each.
+        """
+
+
+class ModelReader:
+    """Reads through the cache of a Keras model: any policy, codec and capacity it has.
+
+    Args:
+        model: Decoder.
+        xla: Whether to compile with XLA.
+    """
+
+    def __init__(self, model: CausalLM, xla: bool = True) -> None:
+        self._model = model
+        self._state: Any = None
+        self._step = tf.function(self._run, jit_compile=xla)
+
+    def start(self) -> None:
+        """Forgets what was read."""
+        self._state = self._model.init_state(1)
+
+    def read(self, tokens: np.ndarray, position: int) -> tf.Tensor:
+        """See `Reader.read`."""
+        ids = tf.constant(tokens[np.newaxis], tf.int32)
+        logits, self._state = self._step(ids, tf.constant(position), self._state)
+        return logits
+
+    def _run(self, ids: tf.Tensor, position: tf.Tensor, state: Any) -> tuple[tf.Tensor, Any]:
+        positions = (position + tf.range(ids.shape[1]))[tf.newaxis]
+        logits, state = self._model(ids, positions=positions, state=state)
+        return logits[0], state
+
+
+class EngineReader:
+    """Reads through the page pool of an engine, with the functions that its artifact runs.
+
+    Args:
+        engine: `tfkv.export.Engine`; the pages of its first slot are overwritten.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._step = tf.function(self._run, jit_compile=True, autograph=False)
+
+    def start(self) -> None:
+        """Nothing to forget: what is read never reaches behind its own position."""
+
+    def read(self, tokens: np.ndarray, position: int) -> tf.Tensor:
+        """See `Reader.read`."""
+        return self._step(tf.constant(tokens, tf.int32), tf.constant(position, tf.int32))
+
+    def _run(self, tokens: tf.Tensor, position: tf.Tensor) -> tf.Tensor:
+        decoder, pool = self._engine.decoder, self._engine.pool
+        weights = decoder.read_weights()
+        hidden, parts = decoder.prefill_piece(
+            weights,
+            pool.read(),
+            tokens,
+            position + tf.range(tokens.shape[0]),
+            self._engine.table.read()[0],
+            position,
+        )
+        pool.assign(parts)
+        return decoder.logits(weights, hidden)
+
+
+def teacher_forced_logits(
+    reader: Reader, tokens: Sequence[int] | np.ndarray, piece: int = 64
+) -> Iterator[tf.Tensor]:
+    """Logits after each token of a text.
+
+    Args:
+        reader: What reads it.
+        tokens: The text; what does not fill the last piece is left out.
+        piece: Tokens read at once.
+
+    Yields:
+        float32 ``[piece, V]``, piece by piece.
+
+    Raises:
+        ConfigError: The text does not fill one piece.
+    """
+    ids = np.asarray(tokens, np.int32)
+    if not 1 <= piece <= ids.size:
+        raise ConfigError(
+            f"`tokens` must fill a piece of at least 1. Received: {ids.size} tokens and "
+            f"piece={piece}."
+        )
+    reader.start()
+    for first in range(0, ids.size - piece + 1, piece):
+        yield reader.read(ids[first : first + piece], first)
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Two caches on one text, token by token.
+
+    Args:
+        kl: KL divergence of the candidate's next-token distribution from the reference's
+            after each token, in nats; float ``[M]``.
+        same_top: Whether both find the same token most likely; bool ``[M]``.
+        gap: Largest difference of two logits after each token; float ``[M]``.
+    """
+
+    kl: np.ndarray
+    same_top: np.ndarray
+    gap: np.ndarray
+
+    @property
+    def tokens(self) -> int:
+        """Tokens compared."""
+        return self.kl.size
+
+    @property
+    def mean_kl(self) -> float:
+        """Mean over tokens, in nats."""
+        return float(np.mean(self.kl))
+
+    @property
+    def top1_percent(self) -> float:
+        """Tokens after which both find the same one most likely, in percent."""
+        return 100.0 * float(np.mean(self.same_top))
+
+
+def compare_caches(
+    reference: Reader, candidate: Reader, texts: Sequence[Sequence[int]], piece: int = 64
+) -> Comparison:
+    """Reads texts through two caches and compares the distributions after each token.
+
+    Args:
+        reference: Usually the full float32 cache.
+        candidate: The cache in question.
+        texts: Token ids; each text begins an empty cache.
+        piece: Tokens read at once; smaller ones read the cache more often.
+
+    Returns:
+        One entry for each token compared.
+
+    Raises:
+        ConfigError: There is no text, or one does not fill a piece.
+    """
+    if not texts:
+        raise ConfigError("`texts` must hold at least one text. Received: none.")
+    found = [
+        [part.numpy() for part in _compare(expected, given)]
+        for text in texts
+        for expected, given in zip(
+            teacher_forced_logits(reference, text, piece),
+            teacher_forced_logits(candidate, text, piece),
+            strict=True,
+        )
+    ]
+    return Comparison(*(np.concatenate(parts) for parts in zip(*found, strict=True)))
+
+
+@tf.function(jit_compile=True, reduce_retracing=True)
+def _compare(expected: tf.Tensor, given: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """KL, agreement of the top token and largest gap for each row of logits ``[T, V]``."""
+    p, q = tf.nn.log_softmax(expected), tf.nn.log_softmax(given)
+    # Summed as p (log p − log q) − p + q, no term of which is negative: what rounding leaves
+    # of two equal distributions does not drown the small figures sought here.
+    terms = tf.exp(p) * (p - q) - tf.exp(p) + tf.exp(q)
+    same = tf.argmax(expected, axis=-1) == tf.argmax(given, axis=-1)
+    return tf.reduce_sum(terms, axis=-1), same, tf.reduce_max(tf.abs(expected - given), axis=-1)
