@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfkv import samplers
 from tfkv.config import EngineConfig
 from tfkv.errors import Finish, Status
-from tfkv.export.decoder import PackedDecoder, Weights
+from tfkv.export.decoder import Fresh, PackedDecoder, Weights
 from tfkv.export.history import History
 from tfkv.export.page_pool import Parts
 from tfkv.export.plan import Plan, Remembered, make_plan
@@ -18,10 +18,7 @@ from tfkv.export.rows import NO_LOGPROB, SAMPLED, STOPPED, Admission, Answer, Re
 from tfkv.export.transient import TransientVariable
 from tfkv.layers import attention
 from tfkv.layers.attention import Partial
-from tfkv.layers.codecs import FloatCodec
 from tfkv.layers.shapes import keep_shape, shape_of
-
-_FRESH = FloatCodec("float32")
 
 
 class Sampled(NamedTuple):
@@ -48,8 +45,7 @@ class _Loop(NamedTuple):
     step: tf.Tensor
     token: tf.Tensor
     alive: tf.Tensor
-    keys: tf.TensorArray
-    values: tf.TensorArray
+    fresh: Fresh
     seen: tf.Tensor
     made: Sampled
 
@@ -204,32 +200,27 @@ class Advance:
             mask = decoder.geometry.mask(queries_at, keys_at)
             here = (columns == loop.step)[:, tf.newaxis]
 
-            def attend_fresh(
-                old_k: tf.Tensor, old_v: tf.Tensor, k: tf.Tensor, v: tf.Tensor, q: tf.Tensor
-            ) -> tuple[tf.Tensor, tf.Tensor, Partial]:
-                k = tf.where(here, tf.transpose(k, [0, 2, 1, 3]), old_k)
-                v = tf.where(here, tf.transpose(v, [0, 2, 1, 3]), old_v)
-                return k, v, attention.attend(q, {"codes": k}, {"codes": v}, mask, _FRESH)
+            def attend(layer: tf.Tensor, q: tf.Tensor, k: tf.Tensor, v: tf.Tensor) -> Partial:
+                pages = decoder.attend_pages(parts, layer, q, queries_at, scan)
+                fresh = decoder.attend_step(loop.fresh, layer, Fresh(k, v), here, mask, q)
+                return attention.merge(pages, fresh)
 
-            x, (keys, values) = decoder.layers(
-                weights,
-                tf.gather(weights.embedding, loop.token)[:, tf.newaxis],
-                queries_at,
-                (loop.keys, loop.values),
-                attend_fresh,
-                lambda layer, q: decoder.attend_pages(parts, layer, q, queries_at, scan),
+            x = tf.gather(weights.embedding, loop.token)[:, tf.newaxis]
+            x, new = decoder.layers(weights, x, queries_at, attend)
+            fresh = Fresh(
+                *(tf.where(here, token, old) for token, old in zip(new, loop.fresh, strict=True))
             )
             logits = decoder.logits(weights, x[:, 0])
             chosen = samplers.penalize(logits, loop.seen, request.repetition_penalty)
             token = samplers.sample(chosen, params, tf.maximum(at + 1, 0))
-            return (self._after_step(loop, keys, values, logits, token, request, plan),)
+            return (self._after_step(loop, fresh, logits, token, request, plan),)
 
         first = tokens_at(slot, start[:, tf.newaxis])[:, 0]
         loop = _Loop(
             tf.constant(0),
             tf.where(busy, first, 0),
             busy,
-            *decoder.fresh_store(rows, chunk),
+            decoder.no_fresh(rows, chunk),
             self._seen(request, plan, slot),
             Sampled(
                 tf.fill([rows, chunk], -1),
@@ -242,15 +233,14 @@ class Advance:
         (loop,) = tf.while_loop(lambda loop: tf.reduce_any(loop.alive), body, (loop,))
         written = columns < loop.made.fed[:, tf.newaxis]
         places = tf.where(written, start[:, tf.newaxis] + columns, -1)
-        parts = decoder.commit(parts, (loop.keys, loop.values), table, places)
+        parts = decoder.commit(parts, loop.fresh, table, places)
         tokens = tf.where(request.wants_logits[:, tf.newaxis], -1, loop.made.tokens)
         return parts, loop.made._replace(tokens=tokens)
 
     @staticmethod
     def _after_step(
         loop: _Loop,
-        keys: tf.TensorArray,
-        values: tf.TensorArray,
+        fresh: Fresh,
         logits: tf.Tensor,
         token: tf.Tensor,
         request: Request,
@@ -268,8 +258,7 @@ class Advance:
             loop.step + 1,
             token,
             loop.alive & ~stopped & (loop.step + 1 < plan.steps),
-            keys,
-            values,
+            fresh,
             tf.tensor_scatter_nd_update(loop.seen, where, tf.ones_like(rows, tf.bool)),
             Sampled(
                 tf.where(here, token[:, tf.newaxis], made.tokens),
@@ -279,7 +268,7 @@ class Advance:
                 made.stopped | stopped,
             ),
         )
-        return tf.nest.map_structure(_same_shape, state, loop)
+        return tf.nest.map_structure(keep_shape, state, loop)
 
     def _seen(self, request: Request, plan: Plan, slot: tf.Tensor) -> tf.Tensor:
         """Tokens that the sessions hold, bool ``[B, V]``; only if a row has a penalty."""
@@ -367,11 +356,6 @@ class Advance:
         filled = tf.maximum(stored.filled, plan.start + plan.fill + made.fed)
         held = answer.position
         self.history.publish(slot, held, tf.minimum(filled, held), tf.maximum(stored.reached, held))
-
-
-def _same_shape(new: object, old: object) -> object:
-    """Loop variables keep their static shapes; arrays know theirs by themselves."""
-    return keep_shape(new, old) if isinstance(new, tf.Tensor) else new
 
 
 _SAMPLING_FIELDS = samplers.SamplingParams._fields

@@ -39,6 +39,13 @@ class PageScan(NamedTuple):
     start: tf.Tensor
 
 
+class Fresh(NamedTuple):
+    """Keys and values that are not on pages yet, each ``[L, B, K, T, H]``."""
+
+    keys: tf.Tensor
+    values: tf.Tensor
+
+
 class Weights(NamedTuple):
     """`PackedWeights` read once for a computation."""
 
@@ -156,23 +163,19 @@ class PackedDecoder:
         weights: Weights,
         x: tf.Tensor,
         positions: tf.Tensor,
-        fresh: tuple[tf.TensorArray, tf.TensorArray],
-        attend_fresh: Callable[..., tuple[tf.Tensor, tf.Tensor, Partial]],
-        read_pages: Callable[[tf.Tensor, tf.Tensor], Partial],
-    ) -> tuple[tf.Tensor, tuple[tf.TensorArray, tf.TensorArray]]:
+        attend: Callable[[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor], Partial],
+    ) -> tuple[tf.Tensor, Fresh]:
         """All decoder blocks.
 
         Args:
             weights: Of `read_weights`.
             x: ``[A, T, D]``.
             positions: int32 ``[A, T]``.
-            fresh: Keys and values not on pages yet, one element a layer.
-            attend_fresh: ``(old keys, old values, keys, values, queries)`` to the new
-                elements of `fresh` and the attention over them.
-            read_pages: ``(layer, queries)`` to the attention over pages.
+            attend: ``(layer, grouped queries, keys, values)`` of the new tokens, keys and
+                values ``[A, K, T, H]``, to the attention over all that they see.
 
         Returns:
-            Output ``[A, T, D]`` before the final norm, and `fresh` with the new tokens.
+            Output ``[A, T, D]`` before the final norm, and the new keys and values.
         """
         angles = rotary_angles(positions, self.config.head_dim, self.config.rope_max_wavelength)
         heads = self.config.num_query_heads
@@ -183,9 +186,8 @@ class PackedDecoder:
             w = {name: value[layer] for name, value in weights.stacked.items()}
             q, k, v = self._project(w, x, angles)
             q = attention.group_queries(q, self.config.num_key_value_heads)
-            on_pages = read_pages(layer, q)
-            new_k, new_v, part = attend_fresh(keys.read(layer), values.read(layer), k, v, q)
-            seen = attention.normalize(attention.merge(on_pages, part))
+            k, v = (tf.transpose(new, [0, 2, 1, 3]) for new in (k, v))
+            seen = attention.normalize(attend(layer, q, k, v))
             seen = attention.ungroup_output(seen, heads)
             seen = tf.reshape(seen, [*shape_of(x)[:2], heads * self.config.head_dim])
             after = x + _linear(seen, w["attention_output"])
@@ -193,14 +195,20 @@ class PackedDecoder:
             return (
                 layer + 1,
                 keep_shape(after, x),
-                keys.write(layer, new_k),
-                values.write(layer, new_v),
+                keys.write(layer, k),
+                values.write(layer, v),
             )
 
-        _, x, *fresh_out = tf.while_loop(
-            lambda layer, *_: layer < self.config.num_layers, body, (tf.constant(0), x, *fresh)
+        rows, width, _ = x.shape
+        shape = [rows, self.config.num_key_value_heads, width, self.config.head_dim]
+        made = [
+            tf.TensorArray(tf.float32, self.config.num_layers, element_shape=shape)
+            for _ in range(2)
+        ]
+        _, x, keys, values = tf.while_loop(
+            lambda layer, *_: layer < self.config.num_layers, body, (tf.constant(0), x, *made)
         )
-        return x, (fresh_out[0], fresh_out[1])
+        return x, Fresh(keys.stack(), values.stack())
 
     def _project(
         self, w: dict[str, tf.Tensor], x: tf.Tensor, angles: tuple[tf.Tensor, tf.Tensor]
@@ -226,21 +234,36 @@ class PackedDecoder:
         normal = rms_normalize(x, weights.final_norm, self.config.rms_epsilon)
         return _linear(normal, weights.output)
 
-    def fresh_store(
-        self, rows: int | tf.Tensor, width: int
-    ) -> tuple[tf.TensorArray, tf.TensorArray]:
-        """Room for `width` tokens of `rows` rows that are not on pages yet, layer by layer."""
+    def no_fresh(self, rows: int | tf.Tensor, width: int) -> Fresh:
+        """Room for `width` tokens of `rows` rows."""
         c = self.config
-        shape = [c.num_key_value_heads, width, c.head_dim]
-        zeros = tf.zeros([c.num_layers, rows, *shape])
-        known = rows if isinstance(rows, int) else None
+        zeros = tf.zeros([c.num_layers, rows, c.num_key_value_heads, width, c.head_dim])
+        return Fresh(zeros, zeros)
+
+    def attend_step(
+        self,
+        fresh: Fresh,
+        layer: tf.Tensor,
+        new: Fresh,
+        here: tf.Tensor,
+        mask: tf.Tensor,
+        q: tf.Tensor,
+    ) -> Partial:
+        """Attention of one token over its own, and over those that went before it in `fresh`.
+
+        Args:
+            fresh: Tokens of earlier steps.
+            layer: Which layer.
+            new: The token's keys and values, without the layer axis, T = 1.
+            here: bool ``[T, 1]``, the token's place in `fresh`.
+            mask: bool ``[B, 1, T]``.
+            q: Grouped queries.
+        """
         keys, values = (
-            tf.TensorArray(
-                tf.float32, c.num_layers, clear_after_read=False, element_shape=[known, *shape]
-            ).unstack(zeros)
-            for _ in range(2)
+            {"codes": tf.where(here, token, old[layer])}
+            for token, old in zip(new, fresh, strict=True)
         )
-        return keys, values
+        return attention.attend(q, keys, values, mask, _FRESH)
 
     def prefill_piece(
         self,
@@ -264,34 +287,22 @@ class PackedDecoder:
         Returns:
             Block outputs ``[T, D]`` and the pool with the piece in it.
         """
-        width = tokens.shape[0]
         scan = self.scan(table[tf.newaxis], start[tf.newaxis], tf.constant([True]))
         queries_at = positions[tf.newaxis]
         mask = self.geometry.mask(queries_at, queries_at)
 
-        def attend_fresh(
-            _k: tf.Tensor, _v: tf.Tensor, k: tf.Tensor, v: tf.Tensor, q: tf.Tensor
-        ) -> tuple[tf.Tensor, tf.Tensor, Partial]:
-            k, v = (tf.transpose(x, [0, 2, 1, 3]) for x in (k, v))
-            coded = ({"codes": k}, {"codes": v})
-            return k, v, attention.attend(q, *coded, mask, _FRESH)
+        def attend(layer: tf.Tensor, q: tf.Tensor, k: tf.Tensor, v: tf.Tensor) -> Partial:
+            here = attention.attend(q, {"codes": k}, {"codes": v}, mask, _FRESH)
+            return attention.merge(self.attend_pages(parts, layer, q, queries_at, scan), here)
 
         x = tf.gather(weights.embedding, tokens)[tf.newaxis]
-        x, fresh = self.layers(
-            weights,
-            x,
-            queries_at,
-            self.fresh_store(1, width),
-            attend_fresh,
-            lambda layer, q: self.attend_pages(parts, layer, q, queries_at, scan),
-        )
-        parts = self.commit(parts, fresh, table[tf.newaxis], queries_at)
-        return x[0], parts
+        x, fresh = self.layers(weights, x, queries_at, attend)
+        return x[0], self.commit(parts, fresh, table[tf.newaxis], queries_at)
 
     def commit(
         self,
         parts: Parts,
-        fresh: tuple[tf.TensorArray, tf.TensorArray],
+        fresh: Fresh,
         table: tf.Tensor,
         positions: tf.Tensor,
     ) -> Parts:
@@ -299,7 +310,7 @@ class PackedDecoder:
 
         Args:
             parts: The pool.
-            fresh: Keys and values, ``[B, K, T, H]`` a layer.
+            fresh: Keys and values.
             table: int32 ``[B, columns]``.
             positions: int32 ``[B, T]``; −1 is written nowhere.
         """
@@ -309,10 +320,10 @@ class PackedDecoder:
         physical = tf.where(positions >= 0, physical, 0)
         keys, values = (
             tf.reshape(
-                tf.transpose(array.stack(), [0, 1, 3, 2, 4]),
+                tf.transpose(new, [0, 1, 3, 2, 4]),
                 [self.config.num_layers, -1, self.config.num_key_value_heads, self.config.head_dim],
             )
-            for array in fresh
+            for new in fresh
         )
         return self.pool.write(
             parts,
