@@ -22,6 +22,7 @@ SOURCE = "smollm2"
 ENGINES = {
     "default": EngineConfig(),
     "long": EngineConfig(slots=2, capacity=4352),
+    "wide": EngineConfig(slots=8, capacity=4352),
 }
 
 _STAMP = "made_from.txt"

@@ -15,9 +15,11 @@ import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 
+from rich.console import Console
+
 from benchmarks.bars import SHORT, Bar, Measurement, as_json, read_bars
 from benchmarks.registry import MODULES, Measure, Say, measures_of
-from rich.console import Console
+from tfkv import terminal
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(stderr=True, markup=False, highlight=False)
     wanted = {bar.name for bar in bars}
     issues = dict.fromkeys(bar.issue for bar in bars)
+    terminal.load_tensorflow()
     measures = [measure for issue in issues for measure in measures_of(issue)]
     found = run_measures([m for m in measures if wanted & set(m.names)], console)
     for line in table(bars, found):
@@ -107,9 +110,7 @@ def _row(bar: Bar, measurement: Measurement | None) -> tuple[str, str, str, str,
     return bar.name, value, bar.unit, limit, bar.verdict(measurement), note and f"({note})"
 
 
-def write_json(
-    path: pathlib.Path, bars: Sequence[Bar], found: Mapping[str, Measurement]
-) -> None:
+def write_json(path: pathlib.Path, bars: Sequence[Bar], found: Mapping[str, Measurement]) -> None:
     """Writes the figures as data."""
     path.parent.mkdir(parents=True, exist_ok=True)
     data = [as_json(bar, found.get(bar.name)) for bar in bars]

@@ -156,7 +156,10 @@ class Comparison:
 
 
 def compare_caches(
-    reference: Reader, candidate: Reader, texts: Sequence[Sequence[int]], piece: int = 64
+    reference: Reader,
+    candidate: Reader,
+    texts: Sequence[Sequence[int] | np.ndarray],
+    piece: int = 64,
 ) -> Comparison:
     """Reads texts through two caches and compares the distributions after each token.
 

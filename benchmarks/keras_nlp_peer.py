@@ -1,0 +1,70 @@
+"""keras-nlp on the same weights: the parity oracle, and the peer in speed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from tfkv.export.importers import ModelSource
+from tfkv.export.importers.keras_nlp import to_keras_nlp
+
+
+class KerasNlpPeer:
+    """A ``LlamaCausalLM`` whose ``generate`` is compiled with XLA, greedy.
+
+    Args:
+        source: Its weights.
+    """
+
+    def __init__(self, source: ModelSource) -> None:
+        from keras_hub.models import LlamaCausalLM
+
+        self.model = LlamaCausalLM(backbone=to_keras_nlp(source), preprocessor=None)
+        self.model.compile(sampler="greedy", jit_compile=True)
+        self._forward = tf.function(self._all_logits, jit_compile=True)
+
+    def _all_logits(self, ids: tf.Tensor) -> tf.Tensor:
+        backbone = self.model.backbone
+        hidden = backbone({"token_ids": ids, "padding_mask": tf.ones_like(ids)})
+        return backbone.token_embedding(hidden, reverse=True)
+
+    def logits(self, tokens: Sequence[int]) -> np.ndarray:
+        """Logits ``[T, V]`` after each token, in one pass without a cache."""
+        return self._forward(tf.constant([tokens], tf.int32)).numpy()[0]
+
+    def generate(self, prompts: Sequence[Sequence[int] | np.ndarray], length: int) -> np.ndarray:
+        """Continues prompts until prompt and answer have `length` tokens; int32 ``[B, length]``.
+
+        A length and a batch size are compiled once.
+        """
+        ids = np.zeros([len(prompts), length], np.int32)
+        mask = np.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            ids[row, : len(prompt)] = prompt
+            mask[row, : len(prompt)] = 1
+        inputs = {"token_ids": ids, "padding_mask": mask}
+        return self.model.generate(inputs, stop_token_ids=None)["token_ids"]
+
+    def decode_rate(self, text: np.ndarray, context: int, steps: int, batch: int = 1) -> float:
+        """Tokens a second of decoding alone, all rows together.
+
+        The same compiled call is timed with prompts of two lengths: it does the same prefill
+        for both, so the difference is decoding.
+
+        Args:
+            text: Token ids, at least `context` + `steps`.
+            context: Tokens of the longer generation's prompt.
+            steps: Tokens that it decodes; the other one decodes a quarter of them.
+            batch: Rows.
+        """
+        length, few = context + steps, max(steps // 4, 1)
+        seconds = []
+        for new in (steps, few):
+            prompts = [text[: length - new]] * batch
+            start = time.perf_counter()
+            self.generate(prompts, length)
+            seconds.append(time.perf_counter() - start)
+        return (steps - few) * batch / (seconds[0] - seconds[1])

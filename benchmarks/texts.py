@@ -1,0 +1,57 @@
+"""Prompts and real text that any machine with this Python has."""
+
+from __future__ import annotations
+
+import functools
+import pydoc_data.topics
+
+import numpy as np
+
+from tfkv.export.importers import ModelSource, load
+
+_CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+_QUESTIONS = (
+    "What is the capital of France?",
+    "Explain in two sentences why the sky is blue.",
+    "Write a short poem about a lighthouse.",
+    "List five animals that live in the desert.",
+    "How do I boil an egg?",
+)
+_OPENINGS = (
+    "Once upon a time, in a village by the sea,",
+    "The main causes of the First World War were",
+    "def fibonacci(n):\n",
+    "Water boils at a lower temperature in the mountains because",
+    "My favourite recipe for bread begins with",
+)
+#: Greedy decoding is compared on these: five chats and five texts to go on with.
+PROMPTS = (*map(_CHAT.format, _QUESTIONS), *_OPENINGS)
+
+
+@functools.cache
+def model() -> ModelSource:
+    """SmolLM2, read once."""
+    return load("smollm2")
+
+
+def encode(text: str) -> list[int]:
+    """Token ids of a text."""
+    from tokenizers import Tokenizer
+
+    return list(Tokenizer.from_str(model().tokenizer_json).encode(text).ids)
+
+
+@functools.cache
+def real_text() -> np.ndarray:
+    """Token ids of Python's language reference: English prose with some code; int32."""
+    topics = pydoc_data.topics.topics
+    return np.array(encode("\n\n".join(topics[name] for name in sorted(topics))), np.int32)
+
+
+def passages(count: int, tokens: int) -> list[np.ndarray]:
+    """So many stretches of the real text, none of which overlap."""
+    text = real_text()
+    stride = text.size // count
+    if stride < tokens:
+        raise ValueError(f"The text holds {text.size} tokens; asked for {count} times {tokens}.")
+    return [text[first : first + tokens] for first in range(0, stride * count, stride)]

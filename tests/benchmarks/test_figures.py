@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import pathlib
+
+import pytest
+from rich.console import Console
+
+from benchmarks import figures
+from benchmarks.bars import Bar, Measurement, read_bars
+from benchmarks.registry import MODULES, Measure, Say, measures, measures_of
+
+BARS = [
+    Bar("demo.exact", "= 640", "tokens", "demo"),
+    Bar("demo.memory", "<= 2*weights", "MB", "demo"),
+    Bar("demo.speed", ">= 2", "ratio", "demo"),
+    Bar("demo.gain", "report", "metric", "demo"),
+]
+
+
+@measures("demo.exact", "demo.memory")
+def both(say: Say) -> dict[str, float | Measurement]:
+    say("measuring")
+    return {"demo.exact": 640, "demo.memory": Measurement(1100.5, {"weights": 500}, "why")}
+
+
+@measures("demo.speed")
+def broken(say: Say) -> dict[str, float | Measurement]:
+    raise RuntimeError("no clock")
+
+
+@measures("demo.gain")
+def silent(say: Say) -> dict[str, float | Measurement]:
+    return {}
+
+
+def console() -> Console:
+    return Console(file=io.StringIO(), width=200)
+
+
+def test_table_has_a_line_for_each_figure() -> None:
+    lines = figures.table(BARS, figures.run_measures([both], console()))
+    assert [line.split()[:3] for line in lines] == [
+        ["demo.exact", "640", "tokens"],
+        ["demo.memory", "1100", "MB"],
+        ["demo.speed", "missing", "ratio"],
+        ["demo.gain", "missing", "metric"],
+    ]
+    assert lines[0].split()[3:] == ["=", "640", "holds"]
+    assert lines[1].endswith("<= 2*weights = 1000  FALLS SHORT  (why)")
+    assert [line.endswith("FALLS SHORT") for line in lines[2:]] == [True, True]
+
+
+def test_a_failing_measurement_is_told_and_leaves_the_others() -> None:
+    screen = console()
+    found = figures.run_measures([broken, both, silent], screen)
+    assert set(found) == {"demo.exact", "demo.memory"}
+    assert "demo.speed could not be measured" in screen.file.getvalue()  # type: ignore[attr-defined]
+    assert "no clock" in screen.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def demo(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Measure]]:
+    registered = {"demo": [both, broken, silent]}
+    monkeypatch.setattr(figures, "read_bars", lambda: BARS)
+    monkeypatch.setattr(figures, "measures_of", lambda issue: registered.get(issue, []))
+    monkeypatch.setattr(figures.terminal, "load_tensorflow", lambda: None)
+    return registered
+
+
+@pytest.mark.usefixtures("demo")
+@pytest.mark.parametrize(
+    ("arguments", "code", "lines"),
+    [
+        (["demo"], 1, 4),
+        ([], 1, 4),
+        (["demo", "--only", "exact"], 0, 1),
+        (["demo", "--only", "demo.exact", "--only", "memory"], 1, 2),
+        (["--only", "gain"], 1, 1),
+        (["unheard"], 2, 0),
+    ],
+)
+def test_exit_code_is_1_if_any_falls_short(
+    arguments: list[str], code: int, lines: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert figures.main(arguments) == code
+    assert len(capsys.readouterr().out.splitlines()) == lines
+
+
+@pytest.mark.usefixtures("demo")
+def test_json(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "new" / "figures.json"
+    figures.main(["demo", "--json", str(path)])
+    data = {item["name"]: item for item in json.loads(path.read_text())}
+    assert data["demo.exact"]["verdict"] == "holds"
+    assert data["demo.memory"]["limit"] == 1000
+    assert data["demo.speed"]["value"] is None
+
+
+@pytest.mark.parametrize("issue", MODULES)
+def test_every_figure_of_an_issue_is_measured_once(issue: str) -> None:
+    importlib.import_module(MODULES[issue])
+    names = [name for measure in measures_of(issue) for name in measure.names]
+    assert sorted(names) == sorted(bar.name for bar in read_bars() if bar.issue == issue)
+
+
+def test_an_issue_without_a_module_measures_nothing() -> None:
+    assert measures_of("unheard") == []

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from benchmarks.hlo import fusions, instructions, large_copies
+
+HLO = """\
+HloModule a_module, entry_computation_layout={(f32[2,64,8]{2,1,0})->f32[64,2,8]{2,1,0}}
+
+%fused_moving (param_0: f32[2,64,8]) -> f32[64,2,8] {
+  %param_0 = f32[2,64,8]{2,1,0} parameter(0)
+  %transpose.1 = f32[64,2,8]{1,0,2} transpose(%param_0), dimensions={1,0,2}
+  ROOT %copy.1 = f32[64,2,8]{2,1,0} copy(%transpose.1)
+}
+
+%fused_reading (param_0.1: f32[2,64,8]) -> f32[8] {
+  %param_0.1 = f32[2,64,8]{2,1,0} parameter(0)
+  %transpose.2 = f32[64,2,8]{2,1,0} transpose(%param_0.1), dimensions={1,0,2}
+  ROOT %reduce.1 = f32[8]{0} reduce(%transpose.2), dimensions={0,1}
+}
+
+%body (arg: (s32[], f32[2,64,8])) -> (s32[], f32[2,64,8]) {
+  %arg = (s32[], f32[2,64,8]{2,1,0}) parameter(0)
+  %get-tuple-element.1 = f32[2,64,8]{2,1,0} get-tuple-element(%arg), index=1
+  %copy.2 = f32[2,64,8]{2,1,0} copy(%get-tuple-element.1)
+  %copy.3 = s32[] copy(%counter)
+  %copy.4 = f32[500,8]{1,0} copy(%logits)
+  ROOT %tuple.1 = (s32[], f32[2,64,8]{2,1,0}) tuple(%copy.3, %copy.2)
+}
+
+ENTRY %main.1 (p: f32[2,64,8]) -> f32[64,2,8] {
+  %p = f32[2,64,8]{2,1,0} parameter(0)
+  %reading = f32[8]{0} fusion(%p), kind=kLoop, calls=%fused_reading
+  ROOT %moving = f32[64,2,8]{2,1,0} fusion(%p), kind=kLoop, calls=%fused_moving
+}
+"""
+
+
+def test_copies_that_are_run_are_found_and_no_others() -> None:
+    found = large_copies(HLO, 1024)
+    assert [(item.name, item.op, item.computation) for item in found] == [
+        ("copy.2", "copy", "body"),
+        ("copy.4", "copy", "body"),
+        ("moving", "fusion", "main.1"),
+    ]
+
+
+def test_smaller_ones_and_foreign_axes_do_not_count() -> None:
+    assert [item.name for item in large_copies(HLO, 1025)] == ["copy.4"]
+    assert large_copies(HLO, 1025, frozenset({500})) == []
+    assert "copy.3" in [item.name for item in large_copies(HLO, 1)]
+
+
+def test_instructions_know_dtype_and_shape() -> None:
+    by_name = {item.name: item for item in instructions(HLO)}
+    assert by_name["copy.2"].shape == (2, 64, 8)
+    assert by_name["copy.3"].shape == ()
+    assert (by_name["copy.3"].dtype, by_name["copy.3"].elements) == ("s32", 1)
+    assert "tuple.1" not in by_name
+
+
+def test_fusions() -> None:
+    assert fusions(HLO) == 2
