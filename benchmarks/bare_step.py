@@ -63,4 +63,5 @@ def zero_arguments(engine: Engine, rows: int) -> Any:
     def zeros(spec: tf.TensorSpec) -> tf.Tensor:
         return tf.zeros([rows if axis is None else axis for axis in spec.shape], spec.dtype)
 
-    return tf.nest.map_structure(zeros, engine.compute.input_signature)
+    compute: Any = engine.compute
+    return tf.nest.map_structure(zeros, compute.input_signature)

@@ -309,7 +309,8 @@ def copies(say: Say) -> Measured:
         for rows in (config.batch_sizes[0], config.batch_sizes[-1]):
             say(f"{cache}, batch {rows}")
             arguments = zero_arguments(engine, rows)
-            hlo = engine.compute.experimental_get_compiler_ir(*arguments)(stage="optimized_hlo")
+            compute: Any = engine.compute
+            hlo = compute.experimental_get_compiler_ir(*arguments)(stage="optimized_hlo")
             found += len(large_copies(hlo, rows * config.capacity * head, others))
             fresh = model.num_layers * rows * config.decode_chunk * head
             staged += len(large_copies(hlo, fresh, others))

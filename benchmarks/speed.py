@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,7 +26,7 @@ _CALL = 1024  # tokens of a row that one call carries
 _STEPS = 32
 
 #: One call of the artifact: signature and rows in, rows out.
-Call = Callable[[str, Sequence[dict[str, Any]]], Sequence[dict[str, Any]]]
+Call = Callable[[str, Sequence[Mapping[str, Any]]], Sequence[Mapping[str, Any]]]
 
 
 class System(Protocol):
@@ -193,7 +193,7 @@ def _in_process(stack: contextlib.ExitStack, directory: Any) -> Call:
     artifact = stack.enter_context(LoadedArtifact(latest_version(directory)))
     contract = Contract.of_manifest(artifact.manifest)
 
-    def call(signature: str, rows: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    def call(signature: str, rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         answer = artifact.call(signature, **contract.encode(signature, rows))
         return contract.decode(signature, answer, len(rows))
 
@@ -204,7 +204,7 @@ def compare(
     systems: Sequence[System], cases: Sequence[tuple[int, int]], repeats: int, say: Say
 ) -> list[Run]:
     """Every case on every system, in turn; the first round of a case warms up."""
-    runs = []
+    runs: list[Run] = []
     for context, rows in cases:
         case = {system.name: Run(system.name, context, rows) for system in systems}
         for repeat in range(repeats + 1):

@@ -38,7 +38,7 @@ def encode(text: str) -> list[int]:
     """Token ids of a text."""
     from tokenizers import Tokenizer
 
-    return list(Tokenizer.from_str(model().tokenizer_json).encode(text).ids)
+    return list(Tokenizer.from_str(model().tokenizer_json or "").encode(text).ids)
 
 
 @functools.cache
