@@ -18,7 +18,7 @@ from tfkv.export.packed_weights import PackedWeights
 from tfkv.export.page_pool import PagePool
 from tfkv.export.plan import Refusal
 from tfkv.export.rows import Admission, Answer, Request
-from tfkv.export.session_table import Names, SessionTable, check_request
+from tfkv.export.session_table import Names, SessionTable, check_request, first_of_session
 from tfkv.export.stats import Stats
 from tfkv.export.transient import TransientVariable
 from tfkv.manifest import MAX_STOP_TOKENS
@@ -81,9 +81,7 @@ class Engine(tf.Module):
         ) -> tuple[Answer, tf.Tensor]:
             answer, plan = self._advance(request, admission)
             added = self.stats.tally(plan, answer, admission, probes, request.wants_scores)
-            rows = tf.range(tf.size(plan.status))
-            source = tf.where(plan.status == Status.BUSY, rows, admission.first)
-            return Answer(*(tf.gather(value, source) for value in answer)), added
+            return Answer(*(tf.gather(value, admission.first) for value in answer)), added
 
         return tf.function(
             compute,
@@ -162,7 +160,7 @@ class Engine(tf.Module):
         refusal = refusal.when(position < 0, Status.INVALID, 4)
         lock = self.sessions.lock()
         with tf.control_dependencies([lock]):
-            self.sessions.reap(tf.cast(tf.timestamp() * 1000.0, tf.int64))
+            self.sessions.reap()
             found = tf.cast(self.sessions.find(names), tf.int32)
             slot = tf.where(found < 0, self.engine.slots, found)
             held = tf.where(found < 0, 0, tf.gather(self.history.held.read(), slot))
@@ -170,9 +168,12 @@ class Engine(tf.Module):
             reached = tf.gather(self.history.reached.read(), slot)
             refusal = refusal.when((found < 0) & (position > 0), Status.UNKNOWN, 0)
             refusal = refusal.when(position > held, Status.GAP, held)
-            lost = ~self.geometry.reversible(reached, tf.maximum(position - 1, 0))
             earliest = self.geometry.earliest_reversible(reached) + 1
-            refusal = refusal.when(lost & (position > 0), Status.NOT_REVERSIBLE, earliest)
+            earliest = tf.maximum(earliest, self.history.oldest(reached))
+            lost = (position > 0) & (position < earliest)
+            refusal = refusal.when(lost, Status.NOT_REVERSIBLE, earliest)
+            first = first_of_session(names.keys(), refusal.status == Status.OK)
+            refusal = refusal.when(tf.gather(position, first) != position, Status.BUSY, first)
             ok = (refusal.status == Status.OK) & (found >= 0)
             # From nothing, a session starts anew: nothing it overwrote can be missed.
             reached = tf.where(position == 0, 0, reached)
@@ -187,6 +188,7 @@ class Engine(tf.Module):
         """Frees sessions. Returns tokens held (0), status and detail (1 = there was one)."""
         lock = self.sessions.lock()
         with tf.control_dependencies([lock]):
+            self.sessions.reap()
             slots = self.sessions.close(names)
             found = tf.cast(slots >= 0, tf.int32)
             self.stats.close(tf.size(tf.unique(tf.boolean_mask(slots, slots >= 0))[0]))

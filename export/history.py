@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from tfkv.export.plan import Remembered
+from tfkv.export.plan import Remembered, oldest_start
 from tfkv.export.rows import NO_LOGPROB
 from tfkv.export.transient import TransientVariable
 
@@ -53,6 +53,10 @@ class History:
             tf.cast(tf.gather(self.kinds.read(), slot), tf.int32),
             tf.gather(self.logprobs.read(), slot),
         )
+
+    def oldest(self, reached: tf.Tensor) -> tf.Tensor:
+        """Oldest position where a call may begin: the token before it is remembered, too."""
+        return oldest_start(reached, self.size)
 
     def look(self, stored: Remembered, places: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Tokens and logprobs at ``places [B, n]``; `NO_LOGPROB` where nothing is held."""

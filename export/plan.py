@@ -135,12 +135,20 @@ def make_plan(
     )
 
 
+def oldest_start(reached: tf.Tensor, history: int) -> tf.Tensor:
+    """Oldest position where a call may begin in a session that once held `reached` tokens.
+
+    The token before it must be remembered, too: it is fed to compute what follows.
+    """
+    return tf.where(reached > history, reached - history + 1, 0)
+
+
 def _check_tokens(
     request: Request, admission: Admission, stored: Remembered, position: tf.Tensor
 ) -> Refusal:
     """Compares the given tokens with the remembered ones."""
     history = stored.tokens.shape[1]
-    oldest = tf.maximum(stored.reached - history, 0)
+    oldest = oldest_start(stored.reached, history)
     width = request.tokens.shape[1]
     places = position[:, tf.newaxis] + tf.range(width)
     known = tf.gather(stored.tokens, tf.math.floormod(places, history), batch_dims=1)
@@ -178,10 +186,18 @@ def _span(
     whole: tf.Tensor,
     request: Request,
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """First position to compute, and the position behind the last token to feed."""
+    """First position to compute, and the position behind the last token to feed.
+
+    For scores, that is the position before the first token without a known logprob.
+    """
     target = tf.where(request.wants_logits | request.wants_scores, tf.maximum(end, 1), whole)
     start = tf.minimum(stored.filled, target - 1)
-    before = tf.maximum(tf.minimum(position - 1, start), 0)
+    width, history = request.tokens.shape[1], stored.logprobs.shape[1]
+    places = position[:, tf.newaxis] + tf.range(width)
+    logprobs = tf.gather(stored.logprobs, tf.math.floormod(places, history), batch_dims=1)
+    known = (places == 0) | ((places < stored.held[:, tf.newaxis]) & (logprobs <= 0))
+    unknown = tf.reduce_min(tf.where(known, 2**31 - 1, places), axis=1)
+    before = tf.maximum(tf.minimum(unknown - 1, start), 0)
     again = request.wants_scores & geometry.reversible(stored.reached, before)
     start = tf.where(again, before, start)
     return tf.maximum(start, 0), tf.maximum(target, 1)

@@ -14,6 +14,9 @@ from tfkv.export.transient import TransientVariable, unique_name
 #: Expiry of a pinned session.
 NEVER = 2**63 - 1
 
+#: Expiry of a slot whose first call is not over: free again, should it never be served.
+UNSERVED = 1
+
 _INPUT_NUMBER = {name: number for number, name in INVALID_INPUTS.items()}
 
 
@@ -84,14 +87,17 @@ class SessionTable(tf.Module):
         """Gives the lock back; run it behind everything it guards."""
         tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
 
-    def reap(self, now_ms: tf.Tensor) -> None:
-        """Frees the slots of expired sessions."""
+    def reap(self) -> tf.Tensor:
+        """Frees the slots of expired sessions. Returns the time, int64 milliseconds."""
+        now_ms = tf.cast(tf.timestamp() * 1000.0, tf.int64)
         expiry = self.expiry.read()
         dead = (expiry > 0) & (expiry <= now_ms)
         slots = tf.where(dead)[:, 0]
         self._forget(slots, self.key_of.lookup(slots))
         self.expiry.assign(tf.where(dead, tf.zeros_like(expiry), expiry))
-        self.reaped.assign(self.reaped.read() + tf.size(slots, tf.int64))
+        lived = tf.reduce_sum(tf.cast(dead & (expiry > UNSERVED), tf.int64))
+        self.reaped.assign(self.reaped.read() + lived)
+        return now_ms
 
     def find(self, names: Names) -> tf.Tensor:
         """Slot of each row, int64; −1 = no such session."""
@@ -118,24 +124,23 @@ class SessionTable(tf.Module):
             request: What they ask for.
             refusal: Rows that are refused already.
         """
-        now = tf.cast(tf.timestamp() * 1000.0, tf.int64)
-        self.reap(now)
+        now = self.reap()
         keys = names.keys()
-        first = _first_equal(keys)
         slot = tf.cast(_vector(self.slot_of.lookup(keys)), tf.int32)
         rows = tf.range(tf.size(slot))
         absent = slot < 0
         refusal = refusal.when(absent & (request.position > 0), Status.UNKNOWN, 0)
         refusal = refusal.when(absent & (request.length == 0), Status.EMPTY, 0)
+        first = first_of_session(keys, refusal.status == Status.OK)
         needs = absent & (first == rows) & (refusal.status == Status.OK)
         given, full = self._allocate(keys, needs)
         refusal = refusal.when(full, Status.FULL, self._retry_after(now))
-        # Copies of a row share what it got, and its refusal.
-        slot = tf.gather(tf.where(absent, given, slot), first)
         same = _copies(names, request, first)
         refusal = refusal.when(~same, Status.BUSY, first)
-        status = tf.where(same, tf.gather(refusal.status, first), refusal.status)
-        detail = tf.where(same, tf.gather(refusal.detail, first), refusal.detail)
+        # Copies of a row share what it got, and its refusal; a row that differs stands alone.
+        first = tf.where(same, first, rows)
+        status, detail = (tf.gather(value, first) for value in refusal)
+        slot = tf.gather(tf.where(absent, given, slot), first)
         slot = tf.where((slot < 0) | (status != Status.OK), self.slots, slot)
         return Admission(slot, tf.gather(needs, first), first, status, detail, now[tf.newaxis])
 
@@ -151,7 +156,7 @@ class SessionTable(tf.Module):
         self.slot_of.insert(new_keys, new_slots)
         self.key_of.insert(new_slots, new_keys)
         # Expired at once, were the call to end before it publishes.
-        once = tf.ones_like(new_slots)
+        once = tf.fill(tf.shape(new_slots), tf.constant(UNSERVED, tf.int64))
         self.expiry.assign(
             tf.tensor_scatter_nd_update(self.expiry.read(), new_slots[:, tf.newaxis], once)
         )
@@ -159,6 +164,7 @@ class SessionTable(tf.Module):
 
     def _retry_after(self, now: tf.Tensor) -> tf.Tensor:
         expiry = self.expiry.read()[: self.slots]
+        expiry = tf.where(expiry == UNSERVED, now + self.ttl_ms, expiry)  # taken by a batch mate
         earliest = tf.reduce_min(tf.where(expiry > 0, expiry, NEVER))
         return tf.cast(tf.minimum(earliest - now, 2**31 - 1), tf.int32)
 
@@ -218,10 +224,14 @@ def _vector(x: tf.Tensor) -> tf.Tensor:
     return tf.ensure_shape(x, [None])
 
 
-def _first_equal(keys: tf.Tensor) -> tf.Tensor:
-    """First row with the same key, int32 ``[B]``."""
+def first_of_session(keys: tf.Tensor, accepted: tf.Tensor) -> tf.Tensor:
+    """First accepted row with the same key, else the first with it; int32 ``[B]``.
+
+    A refused row is nobody's first as long as another can be served.
+    """
     equal = keys[:, tf.newaxis] == keys[tf.newaxis, :]
-    return tf.argmax(tf.cast(equal, tf.int32), axis=1, output_type=tf.int32)
+    rank = tf.cast(equal, tf.int32) + tf.cast(equal & accepted[tf.newaxis, :], tf.int32)
+    return tf.argmax(rank, axis=1, output_type=tf.int32)
 
 
 def _copies(names: Names, request: Request, first: tf.Tensor) -> tf.Tensor:

@@ -64,18 +64,16 @@ class Stats:
         added = {
             "calls": tf.cast(tf.reduce_any(counted), tf.int64),
             "rows": total(counted),
-            "rows_padded": total(~probes & ~counted & (plan.status != Status.BUSY)),
+            "rows_padded": total(~probes & ~counted),
             "tokens_prefilled": total(ok, plan.fill),
             "tokens_decoded": total(ok, tf.maximum(answer.count - plan.replayed, 0)),
             "tokens_scored": total(ok & score, answer.taken),
             "replays": total(idle & (plan.replayed > 0)),
             "sessions_opened": total(ok & admission.fresh),
-            "rejected_busy": total(plan.status == Status.BUSY),
         }
         for name, statuses in _REJECTED.items():
-            if name not in added:
-                refused = [plan.status == int(status) for status in statuses]
-                added[name] = total(counted & tf.reduce_any(tf.stack(refused), axis=0))
+            refused = [plan.status == int(status) for status in statuses]
+            added[name] = total(counted & tf.reduce_any(tf.stack(refused), axis=0))
         zero = tf.constant(0, tf.int64)
         return tf.stack([added.get(name, zero) for name in STATS])
 
@@ -90,11 +88,8 @@ class Stats:
         pages = tf.reduce_sum(tf.where(used, pages, 0))
         page_bytes = self._pool.nbytes // self._pool.pages
         now = {
-            "slots": self._sessions.slots,
             "slots_used": tf.reduce_sum(tf.cast(used, tf.int32)),
-            "pages": self._pool.pages - 1,
             "pages_used": pages,
-            "bytes_pool": self._pool.nbytes,
             "bytes_used": tf.cast(pages, tf.int64) * page_bytes,
             "sessions_reaped": self._sessions.reaped.read(),
             "integrity": self._broken(used, held, filled),
@@ -113,7 +108,7 @@ class Stats:
     def _broken(self, used: tf.Tensor, held: tf.Tensor, filled: tf.Tensor) -> tf.Tensor:
         """How many invariants do not hold: 0 in a sound artifact."""
         alive = tf.reduce_sum(tf.cast(self._sessions.expiry.read()[:-1] > 0, tf.int64))
-        rows = tf.reduce_any(used & ((filled > held) | (filled < held - 1) | (held < 1)))
+        rows = tf.reduce_any(used & ((filled > held) | (filled < held - 1)))
         broken = [
             self._sessions.slot_of.size() != alive,
             self._sessions.key_of.size() != alive,
@@ -124,6 +119,9 @@ class Stats:
     def read(self, rows: tf.Tensor) -> dict[str, tf.Tensor]:
         """The published values, each int64 ``[rows]``."""
         values = dict(zip(STATS, tf.unstack(self.published.read()), strict=True))
+        values["slots"] = tf.constant(self._sessions.slots, tf.int64)
+        values["pages"] = tf.constant(self._pool.pages - 1, tf.int64)
+        values["bytes_pool"] = tf.constant(self._pool.nbytes, tf.int64)
         values["uptime_ms"] = _now_ms() - self.loaded_ms.read()
         values["epoch"] = self.epoch.read()
         return {name: tf.fill([rows], value) for name, value in values.items()}
