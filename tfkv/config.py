@@ -142,6 +142,15 @@ class EngineConfig:
             sizes,
         )
 
+        # A repeated call must find all that it gave and got, and the token before it.
+        least = self.prefill_tokens + self.decode_chunk + 1
+        _require(
+            self.history == 0 or self.history >= least,
+            "history",
+            f"must be 0 or at least prefill_tokens + decode_chunk + 1 = {least}",
+            self.history,
+        )
+
     @property
     def pages_per_slot(self) -> int:
         """Pages that hold ``capacity`` tokens."""
