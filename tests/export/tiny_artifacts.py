@@ -1,0 +1,132 @@
+"""Engines that the tests export, and a caller that remembers its sessions."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from tfkv.config import EngineConfig
+from tfkv.errors import Status
+from tfkv.export import LoadedArtifact
+
+PLAIN = EngineConfig(
+    slots=8,
+    capacity=96,
+    page_size=16,
+    decode_chunk=8,
+    prefill_tokens=128,
+    batch_sizes=(1, 2, 4),
+    scan_pages=4,
+    xla=False,
+)
+ENGINES = {
+    "plain": PLAIN,
+    "compiled": EngineConfig(**{**PLAIN.to_dict(), "xla": True, "batch_sizes": (1, 4)}),
+    "int8": EngineConfig(
+        **{**PLAIN.to_dict(), "xla": True, "batch_sizes": (2,), "cache": "dense+int8"}
+    ),
+    # A ring of 96 entries behind one page of sinks, and a history that forgets.
+    "window": EngineConfig(
+        **{
+            **PLAIN.to_dict(),
+            "cache": "sliding_window(window=20, sinks=3)",
+            "history": 160,
+            "slots": 3,
+        }
+    ),
+}
+_SERIAL = itertools.count()
+
+
+class Caller:
+    """Calls an artifact, remembers its sessions, and closes them.
+
+    Args:
+        artifact: What to call.
+    """
+
+    def __init__(self, artifact: LoadedArtifact) -> None:
+        self.artifact = artifact
+        self.sessions: set[tuple[str, str]] = set()
+
+    @staticmethod
+    def name() -> str:
+        """A session id that no test has used."""
+        return f"session-{next(_SERIAL)}"
+
+    def call(
+        self,
+        signature: str,
+        session: str | Sequence[str],
+        tokens: Sequence[int] | Sequence[Sequence[int]] = (),
+        position: int | Sequence[int] = 0,
+        **inputs: object,
+    ) -> dict[str, np.ndarray]:
+        """One row where `session` is a string, else one row for each of its strings.
+
+        Answers of one row come without the batch axis. Further inputs are one value for all
+        rows, or a list with one for each.
+        """
+        single = isinstance(session, str)
+        ids = [session] if single else list(session)
+        rows = [tokens] if single else list(tokens)
+        feeds: dict[str, object] = {"session_id": ids}
+        tenants = inputs.get("tenant", "")
+        tenants = [tenants] * len(ids) if isinstance(tenants, str) else tenants
+        self.sessions |= set(zip(tenants, ids, strict=True))
+        if signature in ("generate", "decode", "score"):
+            lengths = [len(row) for row in rows]
+            padded = np.zeros([len(ids), max(lengths, default=0)], np.int32)
+            for row, values in zip(padded, rows, strict=True):
+                row[: len(values)] = values
+            feeds |= {"tokens": padded, "length": lengths}
+        if signature != "close":
+            feeds["position"] = np.broadcast_to(position, [len(ids)])
+        for name, value in inputs.items():
+            rank = 1 + len(self.artifact.manifest.signatures[signature].inputs[name].shape)
+            feeds[name] = value if np.ndim(value) == rank else [value]
+        answer = self.artifact.call(signature, **feeds)
+        return {name: value[0] for name, value in answer.items()} if single else answer
+
+    def generate(self, session, tokens=(), position=0, count=8, **inputs):
+        """`generate` without stop tokens unless given, `count` tokens."""
+        inputs.setdefault("stop_tokens", [[-1] * 8])
+        inputs.setdefault("max_new_tokens", count)
+        return self.call("generate", session, tokens, position, **inputs)
+
+    def decode(self, session, tokens=(), position=0, **inputs):
+        return self.call("decode", session, tokens, position, **inputs)
+
+    def score(self, session, tokens=(), position=0, **inputs):
+        return self.call("score", session, tokens, position, **inputs)
+
+    def truncate(self, session, position, **inputs):
+        return self.call("truncate", session, (), position, **inputs)
+
+    def close(self, session, **inputs):
+        return self.call("close", session, (), **inputs)
+
+    def stats(self) -> dict[str, int]:
+        """Counters, as they were published last."""
+        return {k: int(v[0]) for k, v in self.artifact.call("stats", session_id=["?"]).items()}
+
+    def counted(self, before: dict[str, int]) -> dict[str, int]:
+        """Counters that changed since `before`, by how much; clocks and levels left out."""
+        after = self.stats()
+        levels = ("slots_used", "pages_used", "bytes_used", "uptime_ms")
+        changed = {k: after[k] - before[k] for k in after if k not in levels}
+        return {k: v for k, v in changed.items() if v}
+
+    def close_all(self) -> None:
+        for tenant, session in sorted(self.sessions):
+            if session:
+                self.artifact.call("close", session_id=[session], tenant=[tenant])
+
+
+def feed(caller: Caller, session: str, tokens: Sequence[int], cut: int, **inputs: object) -> None:
+    """Hands tokens over in pieces of `cut`, nothing sampled."""
+    for start in range(0, len(tokens), cut):
+        answer = caller.generate(session, tokens[start : start + cut], start, count=0, **inputs)
+        assert answer["status"] == Status.OK, (Status(int(answer["status"])), answer["detail"])
