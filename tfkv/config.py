@@ -18,7 +18,8 @@ def _from_dict(cls: type, data: dict[str, Any]) -> Any:
     unknown = sorted(set(data) - known)
     if unknown:
         raise ConfigError(
-            f"`{cls.__name__}` has no field {unknown[0]!r}. Known fields: {', '.join(sorted(known))}."
+            f"`{cls.__name__}` has no field {unknown[0]!r}. "
+            f"Known fields: {', '.join(sorted(known))}."
         )
     return cls(**data)
 
@@ -118,7 +119,7 @@ class EngineConfig:
     page_size: int = 64
     decode_chunk: int = 16
     prefill_tokens: int = 1024
-    batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
+    batch_sizes: tuple[int, ...] = (1, 4, 8)
     batch_timeout_us: int = 0
     max_enqueued_batches: int = 64
     history: int = 0

@@ -18,6 +18,7 @@ from tfkv.serving.server.batching_parameters import BatchingParameters
 from tfkv.serving.server.call_error import CallError
 from tfkv.serving.server.data_plane import DataPlane
 from tfkv.serving.server.grpc_face import GrpcFace
+from tfkv.serving.server.memory import share_heap, trim_memory
 from tfkv.serving.server.metrics import Metrics
 from tfkv.serving.server.rest_face import RestFace
 from tfkv.serving.server.servable import Servable
@@ -122,6 +123,7 @@ class Server:
         for wanted in (port, rest_port):
             if wanted:
                 _check_free(self.host, wanted)
+        share_heap()
         set_xla_compilation(self._xla)
         plane = DataPlane(self._manager, self.metrics)
         try:
@@ -189,6 +191,7 @@ class Server:
     def _warm_up(self, servable: Servable) -> None:
         logs = read_warmup(servable.path)
         replay_warmup(servable, logs, lambda done, total: self._progress("warmup", done, total))
+        trim_memory()
 
 
 def _check_free(host: str, port: int) -> None:
