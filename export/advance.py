@@ -153,6 +153,7 @@ class Advance:
                 tf.where(live, places, -1),
                 tf.gather(table, row),
                 start,
+                tf.gather(plan.filled, row),
             )
             follow = tokens_at(tf.gather(slot, row), places + 1)
             logprobs = tf.cond(
@@ -233,7 +234,7 @@ class Advance:
         (loop,) = tf.while_loop(lambda loop: tf.reduce_any(loop.alive), body, (loop,))
         written = columns < loop.made.fed[:, tf.newaxis]
         places = tf.where(written, start[:, tf.newaxis] + columns, -1)
-        parts = decoder.commit(parts, loop.fresh, table, places)
+        parts = decoder.commit(parts, loop.fresh, table, places, plan.filled)
         tokens = tf.where(request.wants_logits[:, tf.newaxis], -1, loop.made.tokens)
         return parts, loop.made._replace(tokens=tokens)
 

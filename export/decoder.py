@@ -273,6 +273,7 @@ class PackedDecoder:
         positions: tf.Tensor,
         table: tf.Tensor,
         start: tf.Tensor,
+        filled: tf.Tensor,
     ) -> tuple[tf.Tensor, Parts]:
         """Fills one piece of one row.
 
@@ -283,6 +284,7 @@ class PackedDecoder:
             positions: int32 ``[T]``; −1 = not a token.
             table: int32 ``[columns]``, the row's pages.
             start: int32, position of the piece's first token.
+            filled: int32, positions below it are on pages already.
 
         Returns:
             Block outputs ``[T, D]`` and the pool with the piece in it.
@@ -297,7 +299,8 @@ class PackedDecoder:
 
         x = tf.gather(weights.embedding, tokens)[tf.newaxis]
         x, fresh = self.layers(weights, x, queries_at, attend)
-        return x[0], self.commit(parts, fresh, table[tf.newaxis], queries_at)
+        parts = self.commit(parts, fresh, table[tf.newaxis], queries_at, filled[tf.newaxis])
+        return x[0], parts
 
     def commit(
         self,
@@ -305,16 +308,24 @@ class PackedDecoder:
         fresh: Fresh,
         table: tf.Tensor,
         positions: tf.Tensor,
+        filled: tf.Tensor,
     ) -> Parts:
         """Writes fresh tokens to pages.
+
+        Tokens that are there already stay as they are to the last bit, so that reading is
+        read-only; tokens that newer ones of the same chunk would overwrite are left out.
 
         Args:
             parts: The pool.
             fresh: Keys and values.
             table: int32 ``[B, columns]``.
             positions: int32 ``[B, T]``; −1 is written nowhere.
+            filled: int32 ``[B]``, positions below it are on pages already.
         """
         size = self.geometry.page_size
+        newest = tf.reduce_max(positions, axis=1, keepdims=True)
+        stays = (positions < self.geometry.layout.sinks) | (positions > newest - self.geometry.ring)
+        positions = tf.where(stays & (positions >= filled[:, tf.newaxis]), positions, -1)
         page = tf.maximum(positions, 0) // size
         physical = tf.gather(table, self.geometry.column_of(page), batch_dims=1)
         physical = tf.where(positions >= 0, physical, 0)

@@ -42,7 +42,8 @@ class CacheGeometry:
         """
         cache = CacheSpec.parse(engine.cache)
         page = engine.page_size
-        slack = max(engine.decode_chunk, prefill_piece)
+        # A page of slack at least: a window that straddles pages must not meet itself.
+        slack = max(engine.decode_chunk, prefill_piece, page)
         capacity = min(engine.capacity, model.context_length)
         layout = cache.policy.layout(capacity, slack, page)
         if not cache.policy.bounded:

@@ -39,6 +39,7 @@ class Plan(NamedTuple):
         detail: int32.
         position: int32, where the given tokens belong, absolute.
         held: int32, tokens the session holds before anything is sampled.
+        filled: int32, positions below it are on pages already, and only read.
         start: int32, first position to compute.
         fill: int32, tokens to prefill from `start`.
         steps: int32, decode steps after that; the first feeds the last held token.
@@ -52,6 +53,7 @@ class Plan(NamedTuple):
     detail: tf.Tensor
     position: tf.Tensor
     held: tf.Tensor
+    filled: tf.Tensor
     start: tf.Tensor
     fill: tf.Tensor
     steps: tf.Tensor
@@ -125,6 +127,7 @@ def make_plan(
         detail=refusal.detail,
         position=position,
         held=tf.where(unfinished, tf.maximum(held, start + allowed + 1), whole),
+        filled=stored.filled,
         start=start,
         fill=allowed,
         steps=tf.where(works & ~unfinished, steps, 0),
