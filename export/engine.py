@@ -128,14 +128,15 @@ class Engine(tf.Module):
         refusal = check_request(
             names, request, self.config.vocabulary_size, self.engine.decode_chunk, width
         )
-        lock = self.sessions.lock()
-        with tf.control_dependencies([lock]):
+
+        def serve() -> Answer:
             admission = self.sessions.admit(names, request, refusal)
             answer, added = self.compute(request, admission, names.probes())
-        with tf.control_dependencies([answer.status]):
-            self._publish(request, admission, answer, added)
-        self.sessions.release(lock)
-        return answer
+            with tf.control_dependencies([added]):
+                self._publish(request, admission, answer, added)
+            return answer
+
+        return self.sessions.locked(serve)
 
     def _publish(
         self, request: Request, admission: Admission, answer: Answer, added: tf.Tensor
@@ -158,42 +159,44 @@ class Engine(tf.Module):
         refusal = Refusal(zeros, zeros)
         refusal = refusal.when(names.probes(), Status.INVALID, 1)
         refusal = refusal.when(position < 0, Status.INVALID, 4)
-        lock = self.sessions.lock()
-        with tf.control_dependencies([lock]):
-            self.sessions.reap()
-            found = tf.cast(self.sessions.find(names), tf.int32)
-            slot = tf.where(found < 0, self.engine.slots, found)
-            held = tf.where(found < 0, 0, tf.gather(self.history.held.read(), slot))
-            filled = tf.gather(self.history.filled.read(), slot)
-            reached = tf.gather(self.history.reached.read(), slot)
-            refusal = refusal.when((found < 0) & (position > 0), Status.UNKNOWN, 0)
-            refusal = refusal.when(position > held, Status.GAP, held)
-            earliest = self.geometry.earliest_reversible(reached) + 1
-            earliest = tf.maximum(earliest, self.history.oldest(reached))
-            lost = (position > 0) & (position < earliest)
-            refusal = refusal.when(lost, Status.NOT_REVERSIBLE, earliest)
-            first = first_of_session(names.keys(), refusal.status == Status.OK)
-            refusal = refusal.when(tf.gather(position, first) != position, Status.BUSY, first)
-            ok = (refusal.status == Status.OK) & (found >= 0)
-            # From nothing, a session starts anew: nothing it overwrote can be missed.
-            reached = tf.where(position == 0, 0, reached)
-            slot = tf.where(ok, slot, self.engine.slots)
-            self.history.publish(slot, position, tf.minimum(filled, position), reached)
-            self.stats.add(tf.zeros_like(self.stats.counters.read()))
-        with tf.control_dependencies([refusal.status]):
-            self.sessions.release(lock)
+        return self.sessions.locked(lambda: self._roll_back(names, position, refusal))
+
+    def _roll_back(
+        self, names: Names, position: tf.Tensor, refusal: Refusal
+    ) -> tuple[tf.Tensor, ...]:
+        """`truncate` under the lock."""
+        self.sessions.reap()
+        found = tf.cast(self.sessions.find(names), tf.int32)
+        slot = tf.where(found < 0, self.engine.slots, found)
+        held = tf.where(found < 0, 0, tf.gather(self.history.held.read(), slot))
+        filled = tf.gather(self.history.filled.read(), slot)
+        reached = tf.gather(self.history.reached.read(), slot)
+        refusal = refusal.when((found < 0) & (position > 0), Status.UNKNOWN, 0)
+        refusal = refusal.when(position > held, Status.GAP, held)
+        earliest = self.geometry.earliest_reversible(reached) + 1
+        earliest = tf.maximum(earliest, self.history.oldest(reached))
+        lost = (position > 0) & (position < earliest)
+        refusal = refusal.when(lost, Status.NOT_REVERSIBLE, earliest)
+        first = first_of_session(names.keys(), refusal.status == Status.OK)
+        refusal = refusal.when(tf.gather(position, first) != position, Status.BUSY, first)
+        ok = (refusal.status == Status.OK) & (found >= 0)
+        # From nothing, a session starts anew: nothing it overwrote can be missed.
+        reached = tf.where(position == 0, 0, reached)
+        slot = tf.where(ok, slot, self.engine.slots)
+        self.history.publish(slot, position, tf.minimum(filled, position), reached)
+        self.stats.add(tf.zeros_like(self.stats.counters.read()))
         return tf.where(ok, position, held), refusal.status, refusal.detail
 
     def close(self, names: Names) -> tuple[tf.Tensor, ...]:
         """Frees sessions. Returns tokens held (0), status and detail (1 = there was one)."""
-        lock = self.sessions.lock()
-        with tf.control_dependencies([lock]):
+
+        def free() -> tf.Tensor:
             self.sessions.reap()
             slots = self.sessions.close(names)
-            found = tf.cast(slots >= 0, tf.int32)
             self.stats.close(tf.size(tf.unique(tf.boolean_mask(slots, slots >= 0))[0]))
-        with tf.control_dependencies([found]):
-            self.sessions.release(lock)
+            return tf.cast(slots >= 0, tf.int32)
+
+        found = self.sessions.locked(free)
         status = tf.where(names.probes(), int(Status.INVALID), 0)
         return tf.zeros_like(found), status, found
 

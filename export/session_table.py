@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import tensorflow as tf
 
@@ -10,6 +11,8 @@ from tfkv.errors import INVALID_INPUTS, Status
 from tfkv.export.plan import Refusal
 from tfkv.export.rows import Admission, Request
 from tfkv.export.transient import TransientVariable, unique_name
+
+T = TypeVar("T")
 
 #: Expiry of a pinned session.
 NEVER = 2**63 - 1
@@ -78,14 +81,18 @@ class SessionTable(tf.Module):
         self.reaped = TransientVariable("sessions_reaped", (), tf.int64)
         self._mutex = _Mutex()
 
-    def lock(self) -> tf.Tensor:
-        """Takes the artifact's lock; it is held until `release`."""
-        return tf.raw_ops.MutexLock(mutex=self._mutex.resource_handle)
+    def locked(self, body: Callable[[], T]) -> T:
+        """Runs `body` while no other call of the artifact runs one.
 
-    @staticmethod
-    def release(lock: tf.Tensor) -> None:
-        """Gives the lock back; run it behind everything it guards."""
-        tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
+        The body becomes one call in the graph: the lock is given back only once all its
+        effects are done, not just those that its results depend on.
+        """
+        lock = tf.raw_ops.MutexLock(mutex=self._mutex.resource_handle)
+        with tf.control_dependencies([lock]):
+            results = tf.function(body, autograph=False)()
+        with tf.control_dependencies(tf.nest.flatten(results)):
+            tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
+        return results
 
     def reap(self) -> tf.Tensor:
         """Frees the slots of expired sessions. Returns the time, int64 milliseconds."""
