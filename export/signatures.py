@@ -98,31 +98,45 @@ def _broadcast(spec: SignatureSpec, inputs: Tensors) -> Tensors:
 
     TensorFlow Serving does not check shapes, so the graph does.
     """
-    rows = tf.size(inputs["session_id"])
-    checked: Tensors = {}
-    checks = []
+    checks: list[tf.Operation] = []
     for name, value in inputs.items():
-        # The shape as it comes: TensorFlow believes the signature and would drop the check.
-        shape = tf.shape(tf.raw_ops.PlaceholderWithDefault(input=value, shape=None))
-        rank = 1 + len(spec.inputs[name].shape)
-        checks.append(
-            tf.debugging.assert_equal(
-                tf.size(shape), rank, f"`{name}` must have rank {rank}, the batch first."
-            )
-        )
-        with tf.control_dependencies(checks[-1:]):
-            count = shape[0]
-        checks.append(
-            tf.debugging.assert_equal(
-                (count == rows) | (count == 1),
-                True,
-                f"`{name}` must have as many rows as `session_id`, or one for all.",
-            )
-        )
-        repeats = tf.where(count == rows, 1, rows)
-        checked[name] = tf.repeat(value, repeats, axis=0)
-    with tf.control_dependencies([check for check in checks if check is not None]):
-        return {name: tf.identity(value) for name, value in checked.items()}
+        checks += _shape_checks(name, spec.inputs[name], value, tf.size(inputs["session_id"]))
+    # Under the checks, or an op that trips over the shape would speak first.
+    with tf.control_dependencies(checks):
+        rows = tf.size(inputs["session_id"])
+        return {
+            name: tf.repeat(value, tf.where(tf.shape(value)[0] == rows, 1, rows), axis=0)
+            for name, value in inputs.items()
+        }
+
+
+def _shape_checks(
+    name: str, spec: TensorSpec, value: tf.Tensor, rows: tf.Tensor
+) -> list[tf.Operation]:
+    # The shape as it comes: TensorFlow believes the signature and would drop the check.
+    shape = tf.shape(tf.raw_ops.PlaceholderWithDefault(input=value, shape=None))
+    rank = 1 + len(spec.shape)
+    ranked = tf.debugging.assert_equal(
+        tf.size(shape), rank, f"`{name}` must have rank {rank}, the batch first."
+    )
+    with tf.control_dependencies([ranked]):
+        count = shape[0]
+    checks = [
+        ranked,
+        tf.debugging.assert_equal(
+            (count == rows) | (count == 1),
+            True,
+            f"`{name}` must have as many rows as `session_id`, or one for all.",
+        ),
+    ]
+    # Another width would fail the whole batch it is merged into.
+    for axis, size in enumerate(spec.shape, start=1):
+        if isinstance(size, int):
+            with tf.control_dependencies([ranked]):
+                width = shape[axis]
+            message = f"`{name}` must have {size} values a row."
+            checks.append(tf.debugging.assert_equal(width, size, message))
+    return checks
 
 
 def _names(inputs: Tensors) -> Names:
