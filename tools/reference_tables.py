@@ -22,7 +22,7 @@ PAGES = (DOCS / "contract.md", DOCS / "operating.md")
 
 # Sizes that nothing else has, so that a page can call them by name.
 _N, _T = 1009, 2003
-_NAMES = {_N: "N", _T: "T"}
+_NAMES: dict[object, str] = {_N: "N", _T: "T"}
 _BLOCK = re.compile(r"(<!-- table: (?P<name>[\w.]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 
@@ -59,15 +59,13 @@ def _inputs(specs: Mapping[str, TensorSpec]) -> str:
 
 
 def _outputs(specs: Mapping[str, TensorSpec]) -> str:
-    rows = [
-        (f"`{name}`", spec.dtype, _shape(spec), spec.meaning) for name, spec in specs.items()
-    ]
+    rows = [(f"`{name}`", spec.dtype, _shape(spec), spec.meaning) for name, spec in specs.items()]
     return _table(("output", "dtype", "shape", "meaning"), rows)
 
 
 def _shape(spec: TensorSpec) -> str:
-    axes = ["≤ T" if axis == "T" else _NAMES.get(axis, axis) for axis in spec.shape]  # type: ignore[call-overload]
-    return f"[{', '.join(map(str, ['B', *axes]))}]"
+    axes = ["≤ T" if axis == "T" else str(_NAMES.get(axis, axis)) for axis in spec.shape]
+    return f"[{', '.join(['B', *axes])}]"
 
 
 def _default(name: str, spec: TensorSpec) -> str:
