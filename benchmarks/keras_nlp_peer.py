@@ -31,9 +31,16 @@ class KerasNlpPeer:
         hidden = backbone({"token_ids": ids, "padding_mask": tf.ones_like(ids)})
         return backbone.token_embedding(hidden, reverse=True)
 
-    def logits(self, tokens: Sequence[int]) -> np.ndarray:
-        """Logits ``[T, V]`` after each token, in one pass without a cache."""
-        return self._forward(tf.constant([tokens], tf.int32)).numpy()[0]
+    def logits(self, tokens: Sequence[int], length: int) -> np.ndarray:
+        """Logits ``[T, V]`` after each token, in one pass without a cache.
+
+        Args:
+            tokens: The text.
+            length: What it is padded to, behind its end; a length is compiled once.
+        """
+        ids = np.zeros([1, length], np.int32)
+        ids[0, : len(tokens)] = tokens
+        return self._forward(tf.constant(ids)).numpy()[0, : len(tokens)]
 
     def generate(self, prompts: Sequence[Sequence[int] | np.ndarray], length: int) -> np.ndarray:
         """Continues prompts until prompt and answer have `length` tokens; int32 ``[B, length]``.

@@ -32,7 +32,8 @@ def parity(say: Say) -> Measured:
     prompts = [texts.encode(prompt) for prompt in texts.PROMPTS]
     say("keras-nlp generates")
     peer = KerasNlpPeer(texts.model())
-    whole = peer.generate(prompts, max(map(len, prompts)) + _NEW_TOKENS)
+    longest = max(map(len, prompts)) + _NEW_TOKENS
+    whole = peer.generate(prompts, longest)
     expected = [
         [int(token) for token in row[: len(prompt) + _NEW_TOKENS]]
         for row, prompt in zip(whole, prompts, strict=True)
@@ -45,7 +46,7 @@ def parity(say: Say) -> Measured:
             say(f"{len(prompt)} prompt tokens")
             with client.session() as session:
                 answer = session.generate(prompt, _NEW_TOKENS, stop_tokens=(), stream=False)
-            reference = peer.logits(text)
+            reference = peer.logits(text, longest)
             same, tie = _agreement(answer.result.tokens, text[len(prompt) :], reference, prompt)
             agreed, ties = agreed + same, ties + tie
             gap = max(gap, _logit_gap(client, text, len(prompt), reference))
@@ -138,7 +139,7 @@ def _varied_traffic(client: Client) -> None:
                 text[:5], 20, top_k=5, temperature=1.0, repetition_penalty=1.1, stream=False
             )
             session.logits(text[5:9])
-            session.score(text[9 : 9 + length // 2 + 1])
+            session.score(text[9 : 9 + min(length, 300)])
             session.truncate(session.position // 2)
 
 
