@@ -197,8 +197,9 @@ class Engine(tf.Module):
             return tf.cast(slots >= 0, tf.int32)
 
         found = self.sessions.locked(free)
-        status = tf.where(names.probes(), int(Status.INVALID), 0)
-        return tf.zeros_like(found), status, found
+        none = tf.zeros_like(found)
+        refusal = Refusal(none, found).when(names.probes(), Status.INVALID, 1)
+        return none, refusal.status, refusal.detail
 
 
 def _fixed_table(slots: int, columns: int) -> tf.Tensor:

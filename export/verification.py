@@ -63,7 +63,7 @@ def _complete(spec: SignatureSpec, inputs: dict[str, object]) -> dict[str, np.nd
     values: dict[str, np.ndarray] = {}
     for name, tensor in spec.inputs.items():
         dtype = object if tensor.dtype == "string" else tensor.dtype
-        value = inputs[name] if name in inputs else [tensor.default]
+        value = inputs.get(name, [tensor.default])
         values[name] = np.array(value, dtype)
     return values
 
@@ -87,7 +87,8 @@ def verify(
     report("verify", 0, steps)
     with LoadedArtifact(version_dir) as artifact:
         engine = artifact.manifest.engine
-        size = min(24, engine.prefill_tokens, engine.capacity // 2)
+        room = min(engine.capacity, model.config.context_length)
+        size = min(24, engine.prefill_tokens, room // 2)
         prompt = np.random.default_rng(0).integers(0, model.config.vocabulary_size, size)
         logits = artifact.call(
             "decode", session_id=["verify"], tokens=[prompt], length=[size], position=[0]
@@ -100,6 +101,7 @@ def verify(
             tokens=[prompt],
             length=[size],
             position=[0],
+            max_new_tokens=[min(engine.decode_chunk, room - size)],
             stop_tokens=[[-1] * 8],
         )
         _expect_ok(answer, "generate")
@@ -107,9 +109,9 @@ def verify(
         cache = artifact.manifest.engine.cache
     reference = CausalLM(model.config, cache=cache, capacity=engine.capacity)
     reference.assign_weights(model.weights)
-    tokens = [*prompt, *answer["tokens"][0, : answer["count"][0]]]
-    expected = np.asarray(_through_cache(reference, tokens))
-    _compare(expected, size, logits["logits"][0], answer["tokens"][0])
+    sampled = answer["tokens"][0, : answer["count"][0]]
+    expected = np.asarray(_through_cache(reference, [*prompt, *sampled]))
+    _compare(expected, size, logits["logits"][0], sampled)
     report("verify", 3, steps)
 
 

@@ -26,7 +26,7 @@ def warmup_inputs(spec: SignatureSpec, rows: int) -> dict[str, np.ndarray]:
         value: Any = tensor.default
         if value is None:
             value = b"" if tensor.dtype == "string" else 0
-        shape = [1 if axis == "T" else axis for axis in tensor.shape]
+        shape = [1 if isinstance(axis, str) else axis for axis in tensor.shape]
         dtype = object if tensor.dtype == "string" else tensor.dtype
         value = value.encode() if isinstance(value, str) else value
         inputs[name] = np.broadcast_to(np.array(value, dtype), [rows, *shape])
