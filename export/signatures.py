@@ -158,6 +158,12 @@ def _batched(engine: Engine, signature: str) -> Callable[[Tensors], Tensors]:
     """A signature whose calls are merged into batches inside the graph."""
     config = engine.engine
     names = _ANSWERS[signature]
+    given, sampled = [config.prefill_tokens], [config.decode_chunk]
+    widths = {
+        "tokens": sampled,
+        "logprobs": given if signature == "score" else sampled,
+        "logits": [engine.config.vocabulary_size],
+    }
 
     def body(*flat: tf.Tensor) -> list[tf.Tensor]:
         count = len(Names._fields)
@@ -180,7 +186,11 @@ def _batched(engine: Engine, signature: str) -> Callable[[Tensors], Tensors]:
         request, width = _request({**inputs, "mode": mode}, config.prefill_tokens)
         outputs = batch(*_names(inputs), *request, width)
         keys = [*names, "position", "status", "detail", "epoch"]
-        return dict(zip(keys, outputs, strict=True))
+        # The batch function forgets shapes: metadata would lack them, and no rows lose an axis.
+        return {
+            key: tf.reshape(value, [tf.size(inputs["length"]), *widths.get(key, ())])
+            for key, value in zip(keys, outputs, strict=True)
+        }
 
     return serve
 
