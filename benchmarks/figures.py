@@ -25,9 +25,8 @@ from tfkv import terminal
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the measurements; returns the exit code."""
     options = _parser().parse_args(arguments)
-    bars = [bar for bar in read_bars() if options.issue in (None, bar.issue)]
-    if options.only:
-        bars = [bar for bar in bars if _asked(bar.name, options.only)]
+    everything = [bar for bar in read_bars() if options.issue in (None, bar.issue)]
+    bars = [bar for bar in everything if not options.only or _asked(bar.name, options.only)]
     if not bars:
         print("No such figures; see benchmarks/figures.tsv.", file=sys.stderr)
         return 2
@@ -39,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     terminal.load_tensorflow()
     measures = [measure for issue in issues for measure in measures_of(issue)]
     found = run_measures([m for m in measures if wanted & set(m.names)], console)
+    # What was measured along with it is shown as well.
+    bars = [bar for bar in everything if bar.name in wanted | set(found)]
     for line in table(bars, found):
         print(line)
     if options.json:

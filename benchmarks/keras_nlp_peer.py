@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Sequence
 
@@ -55,23 +56,38 @@ class KerasNlpPeer:
         inputs = {"token_ids": ids, "padding_mask": mask}
         return self.model.generate(inputs, stop_token_ids=None)["token_ids"]
 
-    def decode_rate(self, text: np.ndarray, context: int, steps: int, batch: int = 1) -> float:
-        """Tokens a second of decoding alone, all rows together.
+    def decode_seconds(
+        self, text: np.ndarray, context: int, steps: int, batch: int = 1
+    ) -> tuple[float, float]:
+        """Times the same compiled call with prompts of two lengths.
 
-        The same compiled call is timed with prompts of two lengths: it does the same prefill
-        for both, so the difference is decoding.
+        It does the same prefill for both, so that the difference is decoding.
 
         Args:
             text: Token ids, at least `context` + `steps`.
             context: Tokens of the longer generation's prompt.
-            steps: Tokens that it decodes; the other one decodes a quarter of them.
+            steps: Tokens that it decodes; the shorter one decodes `few_steps` of them.
             batch: Rows.
+
+        Returns:
+            Seconds of the longer generation and of the shorter.
         """
-        length, few = context + steps, max(steps // 4, 1)
+        length = context + steps
         seconds = []
-        for new in (steps, few):
+        for new in (steps, few_steps(steps)):
             prompts = [text[: length - new]] * batch
             start = time.perf_counter()
             self.generate(prompts, length)
             seconds.append(time.perf_counter() - start)
-        return (steps - few) * batch / (seconds[0] - seconds[1])
+        return seconds[0], seconds[1]
+
+
+def few_steps(steps: int) -> int:
+    """Steps of the shorter generation."""
+    return max(steps // 4, 1)
+
+
+def decode_rate(seconds: Sequence[tuple[float, float]], steps: int, batch: int = 1) -> float:
+    """Tokens a second of decoding alone, from the medians of `KerasNlpPeer.decode_seconds`."""
+    longer, shorter = (statistics.median(column) for column in zip(*seconds, strict=True))
+    return (steps - few_steps(steps)) * batch / (longer - shorter)

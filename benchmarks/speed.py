@@ -16,7 +16,7 @@ import tensorflow as tf
 from benchmarks import machine as limits
 from benchmarks import texts
 from benchmarks.artifacts import prepare
-from benchmarks.keras_nlp_peer import KerasNlpPeer
+from benchmarks.keras_nlp_peer import KerasNlpPeer, decode_rate
 from benchmarks.registry import Say
 from benchmarks.server_process import ServerProcess
 from tfkv.causal_lm import CausalLM
@@ -130,7 +130,8 @@ class KerasNlp:
         if (context, rows) not in self._compiled:
             self._peer.generate([text[:context]] * rows, context + _STEPS)
             self._compiled.add((context, rows))
-        decode = self._peer.decode_rate(text, context, _STEPS, rows)
+        seconds = self._peer.decode_seconds(text, context, _STEPS, rows)
+        decode = decode_rate([seconds], _STEPS, rows)
         start = time.perf_counter()
         self._peer.generate([text[: context + _STEPS - 1]] * rows, context + _STEPS)
         return decode, (context + _STEPS) * rows / (time.perf_counter() - start)

@@ -17,6 +17,7 @@ BARS = [
     Bar("demo.memory", "<= 2*weights", "MB", "demo"),
     Bar("demo.speed", ">= 2", "ratio", "demo"),
     Bar("demo.gain", "report", "metric", "demo"),
+    Bar("demo.loss", "<= 1e-3", "nats", "demo"),
 ]
 
 
@@ -29,6 +30,11 @@ def both(say: Say) -> dict[str, float | Measurement]:
 @measures("demo.speed")
 def broken(say: Say) -> dict[str, float | Measurement]:
     raise RuntimeError("no clock")
+
+
+@measures("demo.loss")
+def sound(say: Say) -> dict[str, float | Measurement]:
+    return {"demo.loss": 5e-4}
 
 
 @measures("demo.gain")
@@ -47,10 +53,11 @@ def test_table_has_a_line_for_each_figure() -> None:
         ["demo.memory", "1100", "MB"],
         ["demo.speed", "missing", "ratio"],
         ["demo.gain", "missing", "metric"],
+        ["demo.loss", "missing", "nats"],
     ]
     assert lines[0].split()[3:] == ["=", "640", "holds"]
     assert lines[1].endswith("<= 2*weights = 1000  FALLS SHORT  (why)")
-    assert [line.endswith("FALLS SHORT") for line in lines[2:]] == [True, True]
+    assert [line.endswith("FALLS SHORT") for line in lines[2:]] == [True, True, True]
 
 
 def test_a_failing_measurement_is_told_and_leaves_the_others() -> None:
@@ -63,7 +70,7 @@ def test_a_failing_measurement_is_told_and_leaves_the_others() -> None:
 
 @pytest.fixture
 def demo(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Measure]]:
-    registered = {"demo": [both, broken, silent]}
+    registered = {"demo": [both, broken, silent, sound]}
     monkeypatch.setattr(figures, "read_bars", lambda: BARS)
     monkeypatch.setattr(figures, "measures_of", lambda issue: registered.get(issue, []))
     monkeypatch.setattr(figures.terminal, "load_tensorflow", lambda: None)
@@ -74,11 +81,12 @@ def demo(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Measure]]:
 @pytest.mark.parametrize(
     ("arguments", "code", "lines"),
     [
-        (["demo"], 1, 4),
-        ([], 1, 4),
-        (["demo", "--only", "exact"], 0, 1),
+        (["demo"], 1, 5),
+        ([], 1, 5),
+        (["demo", "--only", "exact"], 1, 2),
         (["demo", "--only", "demo.exact", "--only", "memory"], 1, 2),
         (["--only", "gain"], 1, 1),
+        (["--only", "loss"], 0, 1),
         (["unheard"], 2, 0),
     ],
 )
