@@ -13,9 +13,9 @@ from tfkv.errors import Finish, Status
 from tfkv.export.decoder import Fresh, PackedDecoder, Weights
 from tfkv.export.history import History
 from tfkv.export.page_pool import Parts
+from tfkv.export.page_table import Found, PageTable
 from tfkv.export.plan import Plan, Remembered, make_plan
 from tfkv.export.rows import NO_LOGPROB, SAMPLED, STOPPED, Admission, Answer, Request
-from tfkv.export.transient import TransientVariable
 from tfkv.layers import attention
 from tfkv.layers.attention import Partial
 from tfkv.layers.shapes import keep_shape, shape_of
@@ -39,6 +39,22 @@ class Sampled(NamedTuple):
     stopped: tf.Tensor
 
 
+class Work(NamedTuple):
+    """What a batch did, for the counters.
+
+    Attributes:
+        plan: What was planned for each row.
+        found: Which pages were looked for in the prefix index.
+        reused: int32 ``[B]``, tokens whose keys were found there.
+        evicted: int32, cached pages that had to go.
+    """
+
+    plan: Plan
+    found: Found
+    reused: tf.Tensor
+    evicted: tf.Tensor
+
+
 class _Loop(NamedTuple):
     """State of the decode loop; one structure in, one out."""
 
@@ -59,7 +75,7 @@ class Advance:
     Args:
         decoder: The model over its pool.
         history: What sessions said.
-        table: int32 ``[slots + 1, columns]``, pages of each slot.
+        table: Whose pages are whose.
         engine: Limits of the artifact.
         prefill_piece: Tokens of a row prefilled at once.
     """
@@ -68,7 +84,7 @@ class Advance:
         self,
         decoder: PackedDecoder,
         history: History,
-        table: TransientVariable,
+        table: PageTable,
         engine: EngineConfig,
         prefill_piece: int,
     ) -> None:
@@ -78,9 +94,13 @@ class Advance:
         self.engine = engine
         self.prefill_piece = prefill_piece
 
-    def __call__(self, request: Request, admission: Admission) -> tuple[Answer, Plan]:
-        """Answers a batch of static size; see `Request`, `Admission` and `Answer`."""
+    def __call__(self, request: Request, admission: Admission) -> tuple[Answer, Work]:
+        """Answers a batch; see `Request`, `Admission` and `Answer`."""
         stored = self.history.recall(admission.slot, admission.fresh)
+        before = stored.filled
+        pages = self.table.read()
+        found = self.table.find(pages, request, stored, admission)
+        stored = stored._replace(filled=found.filled)
         plan = make_plan(
             request,
             admission,
@@ -89,6 +109,8 @@ class Advance:
             self.engine.prefill_tokens,
             self.engine.decode_chunk,
         )
+        grant = self.table.grant(pages, found, plan, admission)
+        plan = grant.plan
         works = self._works(plan, admission)
         slot = tf.where(works, admission.slot, self.history.slots)
         places, given = self._new_tokens(request, plan, stored.held, works)
@@ -97,14 +119,16 @@ class Advance:
         )
         tokens_at = self.history.reader()
         weights = self.decoder.read_weights()
-        table = tf.gather(self.table.read(), slot)
-        parts = self.decoder.pool.read()
+        table = tf.where(works[:, tf.newaxis], grant.rows, 0)
+        parts = self.decoder.pool.copy(self.decoder.pool.read(), grant.copy_from, table)
         parts, scores = self._prefill(weights, parts, request, plan, slot, table, tokens_at)
         parts, made = self._decode(weights, parts, request, plan, slot, table, tokens_at)
         self.decoder.pool.assign(parts)
         answer = self._answer(request, plan, stored, made, scores)
-        self._publish(plan, slot, stored, made, answer, scores)
-        return answer, plan
+        filled = self._publish(plan, slot, stored, made, answer, scores)
+        said = tf.gather(self.history.tokens.read(), slot)
+        self.table.assign(self.table.settle(grant, filled, slot, admission.tenant, said))
+        return answer, Work(plan, found, tf.where(works, found.filled - before, 0), grant.evicted)
 
     @staticmethod
     def _works(plan: Plan, admission: Admission) -> tf.Tensor:
@@ -342,8 +366,12 @@ class Advance:
         made: Sampled,
         answer: Answer,
         scores: tf.Tensor,
-    ) -> None:
-        """Makes the computed tokens part of their sessions; rows of no session go to the spare."""
+    ) -> tf.Tensor:
+        """Makes the computed tokens part of their sessions; rows of no session go to the spare.
+
+        Returns:
+            int32 ``[B]``, positions that are on pages now.
+        """
         columns = tf.range(self.engine.decode_chunk)
         new = columns < (answer.position - plan.held)[:, tf.newaxis]
         new &= made.tokens >= 0
@@ -356,7 +384,9 @@ class Advance:
         self.history.write_logprobs(slot, scored, scores)
         filled = tf.maximum(stored.filled, plan.start + plan.fill + made.fed)
         held = answer.position
-        self.history.publish(slot, held, tf.minimum(filled, held), tf.maximum(stored.reached, held))
+        filled = tf.minimum(filled, held)
+        self.history.publish(slot, held, filled, tf.maximum(stored.reached, held))
+        return filled
 
 
 _SAMPLING_FIELDS = samplers.SamplingParams._fields

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 
 import numpy as np
 import tensorflow as tf
 
 from tfkv.config import DecoderConfig, EngineConfig
-from tfkv.errors import Status
+from tfkv.errors import ConfigError, Status
 from tfkv.export.advance import Advance
 from tfkv.export.decoder import PackedDecoder
 from tfkv.export.geometry import CacheGeometry
 from tfkv.export.history import History
 from tfkv.export.packed_weights import PackedWeights
 from tfkv.export.page_pool import PagePool
+from tfkv.export.page_table import PageTable
 from tfkv.export.plan import Refusal
 from tfkv.export.rows import Admission, Answer, Request
 from tfkv.export.session_table import Names, SessionTable, check_request, first_of_session
@@ -48,18 +48,16 @@ class Engine(tf.Module):
         self.geometry = CacheGeometry.of(config, engine, PREFILL_PIECE)
         columns = self.geometry.columns
         self.weights = PackedWeights(config, weights)
-        self.pool = PagePool(
-            config, self.geometry.cache.codec, engine.slots * columns + 1, engine.page_size
+        pages = pool_pages(config, engine)
+        self.pool = PagePool(config, self.geometry.cache.codec, pages, engine.page_size)
+        self.table = PageTable(
+            engine.slots, pages, self.geometry, engine.prefill_tokens + engine.decode_chunk
         )
-        self.table = TransientVariable(
-            "block_table",
-            (engine.slots + 1, columns),
-            tf.int32,
-            initial=lambda: _fixed_table(engine.slots, columns),
+        self.sessions = SessionTable(
+            engine.slots, engine.ttl_ms, self.table, engine.tenant_sessions
         )
-        self.sessions = SessionTable(engine.slots, engine.ttl_ms)
         self.history = History(engine.slots, engine.history or config.context_length)
-        self.stats = Stats(self.sessions, self.history, self.pool, columns)
+        self.stats = Stats(self.sessions, self.history, self.pool, self.table)
         self.decoder = PackedDecoder(
             config, self.weights, self.pool, self.geometry, engine.scan_pages
         )
@@ -79,8 +77,9 @@ class Engine(tf.Module):
         def compute(
             request: Request, admission: Admission, probes: tf.Tensor
         ) -> tuple[Answer, tf.Tensor]:
-            answer, plan = self._advance(request, admission)
-            added = self.stats.tally(plan, answer, admission, probes, request.wants_scores)
+            answer, work = self._advance(request, admission)
+            plan = work.plan
+            added = self.stats.tally(work, answer, admission, probes, request.wants_scores)
             return Answer(*(tf.gather(value, admission.first) for value in answer)), added
 
         return tf.function(
@@ -113,7 +112,14 @@ class Engine(tf.Module):
             ttl_ms=row(tf.int64),
         )
         admission = Admission(
-            integer, flag, integer, integer, integer, tf.TensorSpec([1], tf.int64)
+            slot=integer,
+            fresh=flag,
+            first=integer,
+            status=integer,
+            detail=integer,
+            tenant=row(tf.int64),
+            retry_ms=tf.TensorSpec([1], tf.int32),
+            now_ms=tf.TensorSpec([1], tf.int64),
         )
         return (request, admission, flag)
 
@@ -182,6 +188,12 @@ class Engine(tf.Module):
         ok = (refusal.status == Status.OK) & (found >= 0)
         # From nothing, a session starts anew: nothing it overwrote can be missed.
         reached = tf.where(position == 0, 0, reached)
+        whole = ok & (filled <= self.geometry.layout.entries)
+        size = self.engine.page_size
+        self.table.release(
+            tf.boolean_mask(slot, whole),
+            tf.boolean_mask(-tf.math.floordiv(-position, size), whole),
+        )
         slot = tf.where(ok, slot, self.engine.slots)
         self.history.publish(slot, position, tf.minimum(filled, position), reached)
         self.stats.add(tf.zeros_like(self.stats.counters.read()))
@@ -202,24 +214,29 @@ class Engine(tf.Module):
         return none, refusal.status, refusal.detail
 
 
-def _fixed_table(slots: int, columns: int) -> tf.Tensor:
-    """Pages of each slot, in order from page 1; the spare slot has page 0 alone."""
-    pages = tf.reshape(tf.range(1, slots * columns + 1), [slots, columns])
-    return tf.concat([pages, tf.zeros([1, columns], tf.int32)], axis=0)
-
-
 def _resources(engine: Engine) -> list[tf.saved_model.experimental.TrackableResource]:
     """Every resource of the graph, tracked so that an export finds it."""
     pool = [v for side in engine.pool.variables.values() for v in side.values()]
-    parts = [*vars(engine.history).values(), *vars(engine.stats).values()]
+    parts = [*vars(engine.history).values(), *vars(engine.stats).values(), *engine.table.variables]
     return pool + [part for part in parts if isinstance(part, TransientVariable)]
 
 
-def pool_bytes(config: DecoderConfig, engine: EngineConfig) -> int:
-    """Bytes of the pool that an engine will hold, before it is built."""
+def pool_pages(config: DecoderConfig, engine: EngineConfig) -> int:
+    """Pages of the pool that an engine will hold, page 0 included.
+
+    Raises:
+        ConfigError: The pool is too small for a single session.
+    """
     geometry = CacheGeometry.of(config, engine, PREFILL_PIECE)
-    tokens = (engine.slots * geometry.columns + 1) * engine.page_size
-    per_token = geometry.cache.bytes_per_token(
+    if not engine.pool_bytes:
+        return engine.slots * geometry.columns + 1
+    page = engine.page_size * geometry.cache.bytes_per_token(
         config.num_layers, config.num_key_value_heads, config.head_dim
     )
-    return math.prod((tokens, per_token))
+    pages = engine.pool_bytes // page
+    if pages <= geometry.columns:
+        raise ConfigError(
+            f"`pool_bytes` must hold one session of {geometry.columns} pages and a spare one, "
+            f"{(geometry.columns + 1) * page} bytes. Received: pool_bytes={engine.pool_bytes}."
+        )
+    return pages

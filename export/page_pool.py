@@ -70,6 +70,40 @@ class PagePool:
         )
         return keys, values
 
+    def copy(self, parts: Parts, sources: tf.Tensor, targets: tf.Tensor) -> Parts:
+        """Copies whole pages.
+
+        Args:
+            parts: The pool.
+            sources: int32, any shape; 0 = nothing to copy.
+            targets: int32, same shape.
+        """
+        sources, targets = tf.reshape(sources, [-1]), tf.reshape(targets, [-1])
+        count = tf.reduce_sum(tf.cast(sources > 0, tf.int32))
+        layers = tf.range(self.config.num_layers)
+
+        def compact() -> tf.Tensor:
+            return tf.argsort(tf.cast(sources == 0, tf.int32), stable=True)
+
+        order = tf.cond(count > 0, compact, lambda: tf.zeros_like(sources))
+
+        def body(index: tf.Tensor, parts: Parts) -> tuple[tf.Tensor, Parts]:
+            pair = tf.gather(order, index)
+            source = tf.gather(sources, pair) * self.config.num_layers + layers
+            target = tf.gather(targets, pair) * self.config.num_layers + layers
+            copied = {
+                side: {
+                    name: tf.tensor_scatter_nd_update(
+                        part, target[:, tf.newaxis], tf.gather(part, source)
+                    )
+                    for name, part in values.items()
+                }
+                for side, values in parts.items()
+            }
+            return index + 1, copied
+
+        return tf.while_loop(lambda index, _: index < count, body, (tf.constant(0), parts))[1]
+
     def write(
         self,
         parts: Parts,

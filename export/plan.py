@@ -62,6 +62,15 @@ class Plan(NamedTuple):
     capped: tf.Tensor
     unfinished: tf.Tensor
 
+    def refuse(self, rows: tf.Tensor, status: Status, detail: tf.Tensor) -> Plan:
+        """The plan without the work of some ``rows [B]``."""
+        return self._replace(
+            status=tf.where(rows, int(status), self.status),
+            detail=tf.where(rows, detail, self.detail),
+            fill=tf.where(rows, 0, self.fill),
+            steps=tf.where(rows, 0, self.steps),
+        )
+
 
 class Refusal(NamedTuple):
     """Status and detail of rows; the first reason stays."""

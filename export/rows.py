@@ -73,6 +73,8 @@ class Admission(NamedTuple):
         first: int32 ``[B]``, first row of the same session; it counts, the others copy it.
         status: int32 ``[B]``, OK or why the row goes no further.
         detail: int32 ``[B]``.
+        tenant: int64 ``[B]``, number of the caller's tenant.
+        retry_ms: int32 ``[1]``, until the earliest session expires.
         now_ms: int64 ``[1]``.
     """
 
@@ -81,6 +83,8 @@ class Admission(NamedTuple):
     first: tf.Tensor
     status: tf.Tensor
     detail: tf.Tensor
+    tenant: tf.Tensor
+    retry_ms: tf.Tensor
     now_ms: tf.Tensor
 
 

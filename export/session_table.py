@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeVar
 import tensorflow as tf
 
 from tfkv.errors import INVALID_INPUTS, Status
+from tfkv.export.page_table import PageTable
 from tfkv.export.plan import Refusal
 from tfkv.export.rows import Admission, Request
 from tfkv.export.transient import TransientVariable, unique_name
@@ -65,12 +66,16 @@ class SessionTable(tf.Module):
         slots: Sessions held at once; row `slots` of every per-slot variable is a spare that
             refused rows write to.
         ttl_ms: Lifetime where the caller does not say.
+        pages: Whose pages go back when a session ends.
+        quota: Most sessions a tenant may hold; 0 = any number.
     """
 
-    def __init__(self, slots: int, ttl_ms: int) -> None:
+    def __init__(self, slots: int, ttl_ms: int, pages: PageTable, quota: int) -> None:
         super().__init__(name="sessions")
         self.slots = slots
         self.ttl_ms = ttl_ms
+        self.quota = quota
+        self._pages = pages
         self.slot_of = tf.lookup.experimental.MutableHashTable(
             tf.string, tf.int64, default_value=-1, name="slot_of"
         )
@@ -79,6 +84,10 @@ class SessionTable(tf.Module):
         )
         self.expiry = TransientVariable("session_expiry", (slots + 1,), tf.int64)
         self.reaped = TransientVariable("sessions_reaped", (), tf.int64)
+        self.tenant_numbers = tf.lookup.experimental.MutableHashTable(
+            tf.string, tf.int64, default_value=-1, name="tenant_numbers"
+        )
+        self.tenant_of_slot = TransientVariable("session_tenant", (slots + 1,), tf.int64)
         self._mutex = _Mutex()
 
     def locked(self, body: Callable[[], T]) -> T:
@@ -95,12 +104,13 @@ class SessionTable(tf.Module):
         return results
 
     def reap(self) -> tf.Tensor:
-        """Frees the slots of expired sessions. Returns the time, int64 milliseconds."""
+        """Frees the slots of expired sessions, and their pages. Returns the time, int64 ms."""
         now_ms = tf.cast(tf.timestamp() * 1000.0, tf.int64)
         expiry = self.expiry.read()
         dead = (expiry > 0) & (expiry <= now_ms)
         slots = tf.where(dead)[:, 0]
         self._forget(slots, self.key_of.lookup(slots))
+        self._pages.release(tf.cast(slots, tf.int32))
         self.expiry.assign(tf.where(dead, tf.zeros_like(expiry), expiry))
         lived = tf.reduce_sum(tf.cast(dead & (expiry > UNSERVED), tf.int64))
         self.reaped.assign(self.reaped.read() + lived)
@@ -115,7 +125,10 @@ class SessionTable(tf.Module):
         keys = names.keys()
         slots = _vector(self.slot_of.lookup(keys))
         found = slots >= 0
+        # Two rows may close the same session: its pages are given back once.
+        gone, _ = tf.unique(tf.boolean_mask(slots, found))
         self._forget(tf.boolean_mask(slots, found), tf.boolean_mask(keys, found))
+        self._pages.release(tf.cast(gone, tf.int32))
         spare = tf.where(found, slots, self.slots)
         zeros = tf.zeros_like(spare)
         self.expiry.assign(
@@ -140,8 +153,13 @@ class SessionTable(tf.Module):
         refusal = refusal.when(absent & (request.length == 0), Status.EMPTY, 0)
         first = first_of_session(keys, refusal.status == Status.OK)
         needs = absent & (first == rows) & (refusal.status == Status.OK)
-        given, full = self._allocate(keys, needs)
-        refusal = refusal.when(full, Status.FULL, self._retry_after(now))
+        tenant = self._tenant(names.tenant, needs)
+        crowded = needs & self._over_quota(tenant, needs)
+        refusal = refusal.when(crowded, Status.QUOTA, self.quota)
+        needs &= ~crowded
+        given, full = self._allocate(keys, needs, tenant)
+        retry = self._retry_after(now)
+        refusal = refusal.when(full, Status.FULL, retry)
         same = _copies(names, request, first)
         refusal = refusal.when(~same, Status.BUSY, first)
         # Copies of a row share what it got, and its refusal; a row that differs stands alone.
@@ -149,9 +167,39 @@ class SessionTable(tf.Module):
         status, detail = (tf.gather(value, first) for value in refusal)
         slot = tf.gather(tf.where(absent, given, slot), first)
         slot = tf.where((slot < 0) | (status != Status.OK), self.slots, slot)
-        return Admission(slot, tf.gather(needs, first), first, status, detail, now[tf.newaxis])
+        return Admission(
+            slot=slot,
+            fresh=tf.gather(needs, first),
+            first=first,
+            status=status,
+            detail=detail,
+            tenant=tenant,
+            retry_ms=retry[tf.newaxis],
+            now_ms=now[tf.newaxis],
+        )
 
-    def _allocate(self, keys: tf.Tensor, needs: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    def _tenant(self, names: tf.Tensor, needs: tf.Tensor) -> tf.Tensor:
+        """A number for each tenant, int64 ``[B]``; one is made when a session is."""
+        fresh, _ = tf.unique(tf.boolean_mask(names, _vector(needs)))
+        known = _vector(self.tenant_numbers.lookup(fresh))
+        made = tf.range(tf.size(fresh, tf.int64)) + self.tenant_numbers.size()
+        self.tenant_numbers.insert(fresh, tf.where(known < 0, made, known))
+        return _vector(self.tenant_numbers.lookup(names))
+
+    def _over_quota(self, tenant: tf.Tensor, needs: tf.Tensor) -> tf.Tensor:
+        """Rows whose tenant holds all the sessions it may, bool ``[B]``."""
+        if not self.quota:
+            return tf.zeros_like(needs)
+        used = self.expiry.read()[: self.slots] > 0
+        mine = tf.equal(self.tenant_of_slot.read()[: self.slots], tenant[:, tf.newaxis])
+        holds = tf.reduce_sum(tf.cast(used & mine, tf.int32), axis=1)
+        same = tf.equal(tenant[:, tf.newaxis], tenant) & needs
+        earlier = tf.linalg.band_part(tf.cast(same, tf.int32), -1, 0)
+        return holds + tf.reduce_sum(earlier, axis=1) > self.quota
+
+    def _allocate(
+        self, keys: tf.Tensor, needs: tf.Tensor, tenant: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
         """Lowest free slots for the rows that need one: slot or −1, and whether none was left."""
         free = tf.cast(tf.where(self.expiry.read()[: self.slots] == 0)[:, 0], tf.int32)
         rank = tf.cumsum(tf.cast(needs, tf.int32)) - 1
@@ -162,10 +210,15 @@ class SessionTable(tf.Module):
         new_keys = tf.boolean_mask(keys, granted)
         self.slot_of.insert(new_keys, new_slots)
         self.key_of.insert(new_slots, new_keys)
+        where = new_slots[:, tf.newaxis]
+        owners = tf.boolean_mask(tenant, granted)
+        self.tenant_of_slot.assign(
+            tf.tensor_scatter_nd_update(self.tenant_of_slot.read(), where, owners)
+        )
         # Expired at once, were the call to end before it publishes.
         once = tf.fill(tf.shape(new_slots), tf.constant(UNSERVED, tf.int64))
         self.expiry.assign(
-            tf.tensor_scatter_nd_update(self.expiry.read(), new_slots[:, tf.newaxis], once)
+            tf.tensor_scatter_nd_update(self.expiry.read(), where, once)
         )
         return slot, needs & ~granted
 

@@ -6,8 +6,9 @@ import tensorflow as tf
 
 from tfkv.errors import Status
 from tfkv.export.history import History
+from tfkv.export.advance import Work
 from tfkv.export.page_pool import PagePool
-from tfkv.export.plan import Plan
+from tfkv.export.page_table import PageTable
 from tfkv.export.rows import Admission, Answer
 from tfkv.export.session_table import SessionTable
 from tfkv.export.transient import TransientVariable
@@ -33,25 +34,26 @@ class Stats:
         sessions: The session table.
         history: The sessions' memory.
         pool: The page pool.
-        columns: Pages of a session.
+        table: Whose pages are whose.
     """
 
     def __init__(
-        self, sessions: SessionTable, history: History, pool: PagePool, columns: int
+        self, sessions: SessionTable, history: History, pool: PagePool, table: PageTable
     ) -> None:
         self._sessions = sessions
         self._history = history
         self._pool = pool
-        self._columns = columns
+        self._table = table
         self.counters = TransientVariable("counters", (len(STATS),), tf.int64)
         self.published = TransientVariable("published_stats", (len(STATS),), tf.int64)
         self.loaded_ms = TransientVariable("loaded_ms", (), tf.int64, initial=_now_ms)
         self.epoch = TransientVariable("epoch", (), tf.int64, initial=_draw_epoch)
 
     def tally(
-        self, plan: Plan, answer: Answer, admission: Admission, probes: tf.Tensor, score: tf.Tensor
+        self, work: Work, answer: Answer, admission: Admission, probes: tf.Tensor, score: tf.Tensor
     ) -> tf.Tensor:
         """What a batch adds to the counters; probes count for nothing. int64 vector."""
+        plan = work.plan
         rows = tf.range(tf.size(plan.status))
         # Padding repeats rows, so a copy is a row whose first is another one.
         counted = ~probes & (admission.first == rows)
@@ -65,6 +67,10 @@ class Stats:
             "calls": tf.cast(tf.reduce_any(counted), tf.int64),
             "rows": total(counted),
             "rows_padded": total(~probes & ~counted),
+            "prefix_lookups": total(ok, work.found.looked_up),
+            "prefix_hits": total(ok, work.reused // self._pool.page_size),
+            "tokens_reused": total(ok, work.reused),
+            "evictions": tf.cast(work.evicted, tf.int64),
             "tokens_prefilled": total(ok, plan.fill),
             "tokens_decoded": total(ok, tf.maximum(answer.count - plan.replayed, 0)),
             "tokens_scored": total(ok & score, answer.taken),
@@ -83,14 +89,21 @@ class Stats:
         self.counters.assign(counters)
         used = self._sessions.expiry.read()[:-1] > 1
         held, filled = self._history.held.read()[:-1], self._history.filled.read()[:-1]
-        size = self._pool.page_size
-        pages = tf.minimum((filled + size - 1) // size, self._columns)
-        pages = tf.reduce_sum(tf.where(used, pages, 0))
+        references = self._table.variables.references.read()[1:]
+        indexed = self._table.variables.indexed.read()[1:]
+
+        def count(pages: tf.Tensor) -> tf.Tensor:
+            return tf.reduce_sum(tf.cast(pages, tf.int64))
+
+        pages = count(references > 0)
         page_bytes = self._pool.nbytes // self._pool.pages
         now = {
             "slots_used": tf.reduce_sum(tf.cast(used, tf.int32)),
             "pages_used": pages,
-            "bytes_used": tf.cast(pages, tf.int64) * page_bytes,
+            "pages_shared": count(references > 1),
+            "pages_cached": count((references == 0) & indexed),
+            "pages_free": count((references == 0) & ~indexed),
+            "bytes_used": pages * page_bytes,
             "sessions_reaped": self._sessions.reaped.read(),
             "integrity": self._broken(used, held, filled),
         }
@@ -114,7 +127,7 @@ class Stats:
             self._sessions.key_of.size() != alive,
             rows,
         ]
-        return tf.reduce_sum(tf.cast(tf.stack(broken), tf.int64))
+        return tf.reduce_sum(tf.cast(tf.stack(broken), tf.int64)) + self._table.broken()
 
     def read(self, rows: tf.Tensor) -> dict[str, tf.Tensor]:
         """The published values, each int64 ``[rows]``."""

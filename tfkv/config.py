@@ -106,6 +106,8 @@ class EngineConfig:
         max_enqueued_batches: Batches that may wait; beyond it callers get UNAVAILABLE.
         history: Token positions a session remembers; 0 means the model's context length.
         ttl_ms: Lifetime of an idle session whose caller does not say, milliseconds.
+        pool_bytes: Bytes of the page pool; 0 means room for every slot at full capacity.
+        tenant_sessions: Most sessions one tenant may hold; 0 means any number.
         scan_pages: Pages attention reads at once (see docs/decisions).
         xla: Whether prefill and decode are compiled with XLA.
 
@@ -124,6 +126,8 @@ class EngineConfig:
     max_enqueued_batches: int = 64
     history: int = 0
     ttl_ms: int = 600_000
+    pool_bytes: int = 0
+    tenant_sessions: int = 0
     scan_pages: int = 8
     xla: bool = True
 
@@ -133,7 +137,7 @@ class EngineConfig:
             _require(getattr(self, name) >= 1, name, "must be at least 1", getattr(self, name))
         for name in ("max_enqueued_batches", "ttl_ms", "scan_pages"):
             _require(getattr(self, name) >= 1, name, "must be at least 1", getattr(self, name))
-        for name in ("batch_timeout_us", "history"):
+        for name in ("batch_timeout_us", "history", "pool_bytes", "tenant_sessions"):
             _require(getattr(self, name) >= 0, name, "must not be negative", getattr(self, name))
         sizes = self.batch_sizes
         _require(
