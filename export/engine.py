@@ -150,13 +150,9 @@ class Engine(tf.Module):
         """Renews the sessions' lifetimes and publishes the counters."""
         rows = tf.range(tf.size(admission.slot))
         served = (answer.status == Status.OK) & (admission.first == rows)
-        expiry = self.sessions.expiry_after(admission.now_ms, request.ttl_ms, request.pin)
-        slot = tf.where(served, admission.slot, self.engine.slots)
-        old = self.sessions.expiry.read()
-        renewed = tf.tensor_scatter_nd_update(
-            old, slot[:, tf.newaxis], tf.where(served, expiry, tf.zeros_like(expiry))
+        self.sessions.renew(
+            admission.slot, served, admission.now_ms, request.ttl_ms, request.pin
         )
-        self.sessions.expiry.assign(renewed)
         self.stats.add(added)
 
     def truncate(self, names: Names, position: tf.Tensor) -> tuple[tf.Tensor, ...]:
@@ -179,8 +175,7 @@ class Engine(tf.Module):
         reached = tf.gather(self.history.reached.read(), slot)
         refusal = refusal.when((found < 0) & (position > 0), Status.UNKNOWN, 0)
         refusal = refusal.when(position > held, Status.GAP, held)
-        earliest = self.geometry.earliest_reversible(reached) + 1
-        earliest = tf.maximum(earliest, self.history.oldest(reached))
+        earliest = self._earliest(reached)
         lost = (position > 0) & (position < earliest)
         refusal = refusal.when(lost, Status.NOT_REVERSIBLE, earliest)
         first = first_of_session(names.keys(), refusal.status == Status.OK)
@@ -199,13 +194,89 @@ class Engine(tf.Module):
         self.stats.add(tf.zeros_like(self.stats.counters.read()))
         return tf.where(ok, position, held), refusal.status, refusal.detail
 
+    def fork(
+        self, names: Names, target: tf.Tensor, position: tf.Tensor, ttl_ms: tf.Tensor, pin: tf.Tensor
+    ) -> tuple[tf.Tensor, ...]:
+        """Branches sessions without copying a page.
+
+        Args:
+            names: The sessions to branch.
+            target: string ``[B]``, names of the branches.
+            position: int32 ``[B]``, tokens that a branch begins with; −1 = all.
+            ttl_ms: int64 ``[B]``.
+            pin: int32 ``[B]``.
+
+        Returns:
+            Tokens that the branch holds, status and detail, int32 ``[B]`` each.
+        """
+        branch = names._replace(session_id=target)
+        zeros = tf.zeros_like(position)
+        refusal = Refusal(zeros, zeros)
+        refusal = refusal.when(names.probes() | branch.probes(), Status.INVALID, 1)
+        refusal = refusal.when(position < -1, Status.INVALID, 4)
+        refusal = refusal.when((pin < 0) | (pin > 1), Status.INVALID, 12)
+        refusal = refusal.when(ttl_ms < 0, Status.INVALID, 13)
+        return self.sessions.locked(
+            lambda: self._branch(names, branch, position, refusal, ttl_ms, pin)
+        )
+
+    def _branch(
+        self,
+        names: Names,
+        branch: Names,
+        position: tf.Tensor,
+        refusal: Refusal,
+        ttl_ms: tf.Tensor,
+        pin: tf.Tensor,
+    ) -> tuple[tf.Tensor, ...]:
+        """`fork` under the lock."""
+        now = self.sessions.reap()
+        spare = self.engine.slots
+        found = tf.cast(self.sessions.find(names), tf.int32)
+        exists = tf.cast(self.sessions.find(branch), tf.int32)
+        refusal = refusal.when(found < 0, Status.UNKNOWN, 0)
+        source = self.history.recall(tf.where(found < 0, spare, found), found < 0)
+        old = self.history.recall(tf.where(exists < 0, spare, exists), exists < 0)
+        position = tf.where(position < 0, source.held, position)
+        refusal = refusal.when(position > source.held, Status.GAP, source.held)
+        refusal = refusal.when(position == 0, Status.EMPTY, 0)
+        earliest = self._earliest(source.reached)
+        refusal = refusal.when(position < earliest, Status.NOT_REVERSIBLE, earliest)
+        # Made already? Then it must begin with the same tokens.
+        differs = self.history.first_difference(source, old, position)
+        clash = (exists >= 0) & (differs < position)
+        refusal = refusal.when(clash, Status.CONFLICT, differs)
+        ok = refusal.status == Status.OK
+        first = first_of_session(branch.keys(), ok)
+        refusal = refusal.when(first != tf.range(tf.size(first)), Status.BUSY, first)
+        needs = (refusal.status == Status.OK) & (exists < 0)
+        made, _, refusal = self.sessions.open(branch, needs, refusal, now)
+        slot = tf.where(made < 0, spare, made)
+        origin = tf.where(made < 0, spare, found)
+        filled = tf.minimum(source.filled, position)
+        self.history.copy(origin, slot)
+        self.history.publish(slot, position, filled, source.reached)
+        self.table.share(origin, slot, filled)
+        served = refusal.status == Status.OK
+        target = tf.where(exists < 0, slot, exists)
+        self.sessions.renew(target, served, now, ttl_ms, pin)
+        self.stats.add_one("sessions_opened", made >= 0)
+        held = tf.where(exists < 0, position, old.held)
+        return tf.where(served, held, 0), refusal.status, refusal.detail
+
+    def _earliest(self, reached: tf.Tensor) -> tf.Tensor:
+        """Least tokens that a session can be rolled back to, apart from none."""
+        earliest = self.geometry.earliest_reversible(reached) + 1
+        return tf.maximum(earliest, self.history.oldest(reached))
+
     def close(self, names: Names) -> tuple[tf.Tensor, ...]:
         """Frees sessions. Returns tokens held (0), status and detail (1 = there was one)."""
 
         def free() -> tf.Tensor:
             self.sessions.reap()
             slots = self.sessions.close(names)
-            self.stats.close(tf.size(tf.unique(tf.boolean_mask(slots, slots >= 0))[0]))
+            gone = tf.unique(tf.boolean_mask(slots, slots >= 0))[0]
+            self.stats.add_one("sessions_closed", gone >= 0)
             return tf.cast(slots >= 0, tf.int32)
 
         found = self.sessions.locked(free)

@@ -118,6 +118,29 @@ class History:
         for variable, values in state:
             variable.assign(tf.tensor_scatter_nd_update(variable.read(), rows, values))
 
+    def copy(self, source: tf.Tensor, target: tf.Tensor) -> None:
+        """Copies all that slots remember to other slots."""
+        rows = target[:, tf.newaxis]
+        for variable in (self.tokens, self.kinds, self.logprobs):
+            value = variable.read()
+            copied = tf.tensor_scatter_nd_update(value, rows, tf.gather(value, source))
+            variable.assign(copied)
+
+    def first_difference(
+        self, first: Remembered, second: Remembered, stop: tf.Tensor
+    ) -> tf.Tensor:
+        """First position below `stop` where two sessions differ, or `stop`; int32 ``[B]``.
+
+        Where the second has ended counts as different, and what is forgotten as equal.
+        """
+        oldest = tf.maximum(self.oldest(first.reached), self.oldest(second.reached))
+        places = oldest[:, tf.newaxis] + tf.range(self.size)
+        at = places % self.size
+        said = (tf.gather(side.tokens, at, batch_dims=1) for side in (first, second))
+        differs = tf.not_equal(*said) | (places >= second.held[:, tf.newaxis])
+        differs &= places < stop[:, tf.newaxis]
+        return tf.reduce_min(tf.where(differs, places, stop[:, tf.newaxis]), axis=1)
+
     def _rows(self, slot: tf.Tensor, places: tf.Tensor) -> tf.Tensor:
         """Flat places ``[B · n, 1]``; nowhere means the spare row."""
         spare = self.slots * self.size

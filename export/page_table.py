@@ -283,6 +283,25 @@ class PageTable:
         table = tf.tensor_scatter_nd_update(table, slots[:, tf.newaxis], rows)
         self.variables.table.assign(table)
 
+    def share(self, source: tf.Tensor, target: tf.Tensor, filled: tf.Tensor) -> None:
+        """Lets new sessions hold the pages of others; whoever writes first copies.
+
+        Args:
+            source: int32 ``[n]``, slots; the spare one shares nothing.
+            target: int32 ``[n]``, slots without pages.
+            filled: int32 ``[n]``, positions that the new sessions have on pages.
+        """
+        table = self.variables.table.read()
+        rows = tf.gather(table, source)
+        whole = filled <= self.geometry.layout.entries
+        needed = -tf.math.floordiv(-filled, self.geometry.page_size)
+        beyond = tf.range(self.geometry.columns) >= needed[:, tf.newaxis]
+        rows = tf.where(beyond & whole[:, tf.newaxis], 0, rows)
+        self.variables.references.assign(_add(self.variables.references.read(), rows, 1))
+        self.variables.table.assign(
+            tf.tensor_scatter_nd_update(table, target[:, tf.newaxis], rows)
+        )
+
     def broken(self) -> tf.Tensor:
         """How many invariants do not hold, int64: every page is referred to by as many
         table entries as it counts, and the spare slot has none."""

@@ -153,13 +153,7 @@ class SessionTable(tf.Module):
         refusal = refusal.when(absent & (request.length == 0), Status.EMPTY, 0)
         first = first_of_session(keys, refusal.status == Status.OK)
         needs = absent & (first == rows) & (refusal.status == Status.OK)
-        tenant = self._tenant(names.tenant, needs)
-        crowded = needs & self._over_quota(tenant, needs)
-        refusal = refusal.when(crowded, Status.QUOTA, self.quota)
-        needs &= ~crowded
-        given, full = self._allocate(keys, needs, tenant)
-        retry = self._retry_after(now)
-        refusal = refusal.when(full, Status.FULL, retry)
+        given, tenant, refusal = self.open(names, needs, refusal, now)
         same = _copies(names, request, first)
         refusal = refusal.when(~same, Status.BUSY, first)
         # Copies of a row share what it got, and its refusal; a row that differs stands alone.
@@ -169,14 +163,45 @@ class SessionTable(tf.Module):
         slot = tf.where((slot < 0) | (status != Status.OK), self.slots, slot)
         return Admission(
             slot=slot,
-            fresh=tf.gather(needs, first),
+            fresh=tf.gather(given >= 0, first),
             first=first,
             status=status,
             detail=detail,
             tenant=tenant,
-            retry_ms=retry[tf.newaxis],
+            retry_ms=self._retry_after(now)[tf.newaxis],
             now_ms=now[tf.newaxis],
         )
+
+    def open(
+        self, names: Names, needs: tf.Tensor, refusal: Refusal, now: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor, Refusal]:
+        """Makes sessions.
+
+        Args:
+            names: Who calls.
+            needs: bool ``[B]``, rows that need a session, each of another name.
+            refusal: What was refused already.
+            now: int64 milliseconds.
+
+        Returns:
+            Slot of each row, int32, −1 where it got none; its tenant's number; what is
+            refused now: `QUOTA` or `FULL`.
+        """
+        tenant = self._tenant(names.tenant, needs)
+        crowded = needs & self._over_quota(tenant, needs)
+        refusal = refusal.when(crowded, Status.QUOTA, self.quota)
+        needs &= ~crowded
+        slot, full = self._allocate(names.keys(), needs, tenant)
+        return slot, tenant, refusal.when(full, Status.FULL, self._retry_after(now))
+
+    def renew(
+        self, slot: tf.Tensor, served: tf.Tensor, now: tf.Tensor, ttl_ms: tf.Tensor, pin: tf.Tensor
+    ) -> None:
+        """Lets the sessions of served rows live on."""
+        expiry = self.expiry_after(now, ttl_ms, pin)
+        rows = tf.where(served, slot, self.slots)[:, tf.newaxis]
+        expiry = tf.where(served, expiry, tf.zeros_like(expiry))
+        self.expiry.assign(tf.tensor_scatter_nd_update(self.expiry.read(), rows, expiry))
 
     def _tenant(self, names: tf.Tensor, needs: tf.Tensor) -> tf.Tensor:
         """A number for each tenant, int64 ``[B]``; one is made when a session is."""

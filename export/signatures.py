@@ -53,6 +53,16 @@ def build_signatures(
     bodies["truncate"] = lambda inputs: _row_answer(
         engine, engine.truncate(_names(inputs), inputs["position"])
     )
+    bodies["fork"] = lambda inputs: _row_answer(
+        engine,
+        engine.fork(
+            _names(inputs),
+            inputs["target"],
+            inputs["position"],
+            inputs["ttl_ms"],
+            inputs["pin"],
+        ),
+    )
     bodies["close"] = lambda inputs: _row_answer(engine, engine.close(_names(inputs)))
     bodies["stats"] = lambda inputs: engine.stats.read(tf.size(inputs["session_id"]))
     return {name: _signature(spec, bodies[name], name) for name, spec in table.items()}

@@ -113,10 +113,11 @@ class Stats:
                 vector[index] = tf.cast(now[name], tf.int64)
         self.published.assign(tf.stack(vector))
 
-    def close(self, closed: tf.Tensor) -> None:
-        """Counts closed sessions, and publishes."""
-        index = list(STATS).index("sessions_closed")
-        self.add(tf.one_hot(index, len(STATS), dtype=tf.int64) * tf.cast(closed, tf.int64))
+    def add_one(self, name: str, rows: tf.Tensor) -> None:
+        """Adds to one counter as many as there are true ``rows``, and publishes."""
+        index = list(STATS).index(name)
+        amount = tf.reduce_sum(tf.cast(rows, tf.int64))
+        self.add(tf.one_hot(index, len(STATS), dtype=tf.int64) * amount)
 
     def _broken(self, used: tf.Tensor, held: tf.Tensor, filled: tf.Tensor) -> tf.Tensor:
         """How many invariants do not hold: 0 in a sound artifact."""

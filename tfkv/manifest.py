@@ -174,6 +174,18 @@ def signature_table(
             {**_SESSION, "position": TensorSpec("int32", meaning="tokens to keep")},
             dict(_ANSWER),
         ),
+        "fork": SignatureSpec(
+            {
+                **_SESSION,
+                "target": TensorSpec("string", meaning="name of the branch"),
+                "position": TensorSpec(
+                    "int32", default=-1, meaning="tokens the branch begins with; -1 = all"
+                ),
+                "pin": _LIFETIME["pin"],
+                "ttl_ms": _LIFETIME["ttl_ms"],
+            },
+            dict(_ANSWER),
+        ),
         "close": SignatureSpec(dict(_SESSION), dict(_ANSWER)),
         "stats": SignatureSpec(
             {"session_id": TensorSpec("string", meaning="any; one row answers one row")},

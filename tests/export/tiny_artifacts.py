@@ -6,10 +6,12 @@ import itertools
 from collections.abc import Sequence
 
 import numpy as np
+from tiny_model import CONFIG
 
 from tfkv.config import EngineConfig
 from tfkv.errors import Status
 from tfkv.export import LoadedArtifact
+from tfkv.layers.cache_spec import CacheSpec
 
 PLAIN = EngineConfig(
     slots=8,
@@ -37,6 +39,13 @@ ENGINES = {
         }
     ),
 }
+_PAGE_BYTES = 16 * CacheSpec.parse("dense").bytes_per_token(
+    CONFIG.num_layers, CONFIG.num_key_value_heads, CONFIG.head_dim
+)
+# Room for ten pages where eight sessions could want six each.
+ENGINES["crowded"] = EngineConfig(
+    **{**PLAIN.to_dict(), "pool_bytes": 11 * _PAGE_BYTES, "tenant_sessions": 2}
+)
 _SERIAL = itertools.count()
 
 
@@ -115,7 +124,8 @@ class Caller:
     def counted(self, before: dict[str, int]) -> dict[str, int]:
         """Counters that changed since `before`, by how much; clocks and levels left out."""
         after = self.stats()
-        levels = ("slots_used", "pages_used", "bytes_used", "uptime_ms")
+        levels = ("slots_used", "bytes_used", "uptime_ms", "pages_used", "pages_shared")
+        levels += ("pages_cached", "pages_free")
         changed = {k: after[k] - before[k] for k in after if k not in levels}
         return {k: v for k, v in changed.items() if v}
 
