@@ -92,6 +92,7 @@ class EngineReader:
             position + tf.range(tokens.shape[0]),
             self._engine.table.read()[0],
             position,
+            filled=position,
         )
         pool.assign(parts)
         return decoder.logits(weights, hidden)
