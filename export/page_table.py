@@ -346,12 +346,12 @@ class PageTable:
         beyond = tf.range(columns) >= -tf.math.floordiv(-filled, size)[:, tf.newaxis]
         unused = beyond & whole[:, tf.newaxis] & works
         references = _add(pages.references, tf.where(unused, grant.rows, 0), -1)
-        rows = tf.where(unused, 0, grant.rows)
+        rows = tf.where(unused | ~works, 0, grant.rows)
         pages = pages._replace(
             references=references,
             table=tf.tensor_scatter_nd_update(pages.table, slot[:, tf.newaxis], rows),
             clock=pages.clock + 1,
-            used=_touch(pages.used, tf.where(works, rows, 0), pages.clock + 1),
+            used=_touch(pages.used, rows, pages.clock + 1),
         )
         if not self.geometry.cache.policy.shareable:
             return pages

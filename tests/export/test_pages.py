@@ -206,3 +206,11 @@ def test_a_branch_of_a_ring_reads_what_its_root_read(window):
             said += answer["tokens"].tolist()
             at = int(answer["position"])
         assert said == expected
+
+
+def test_a_refused_row_of_a_session_with_pages_leaves_the_table_sound(plain):
+    name = plain.name()
+    prompt = tiny_model.text(40, seed=140)
+    plain.generate(name, prompt)
+    assert plain.generate(name, [prompt[0] + 1], 0)["status"] == Status.CONFLICT
+    assert plain.stats()["integrity"] == 0
