@@ -10,6 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tfkv.serving.beam import beam_search
+    from tfkv.serving.candidate import Candidate
     from tfkv.serving.client import Client, VersionStatus
     from tfkv.serving.contract import Contract
     from tfkv.serving.failures import (
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from tfkv.serving.text import ChatTemplate, Detokenizer, Tokenizer
 
 _HOMES = {
+    "Candidate": "candidate",
     "ChatTemplate": "text",
     "Client": "client",
     "Contract": "contract",
@@ -41,9 +44,11 @@ _HOMES = {
     "TextError": "failures",
     "Tokenizer": "text",
     "VersionStatus": "client",
+    "beam_search": "beam",
 }
 
 __all__ = [
+    "Candidate",
     "ChatTemplate",
     "Client",
     "Contract",
@@ -60,6 +65,7 @@ __all__ = [
     "TextError",
     "Tokenizer",
     "VersionStatus",
+    "beam_search",
 ]
 
 

@@ -289,7 +289,7 @@ class Client:
             raise
         except failures.RefusedError:
             # A proxy that passes Predict alone; the limits every export has by default.
-            return Contract.of_engine(EngineConfig())
+            return Contract.of_engine(EngineConfig(batch_sizes=(1,)))
 
     def signatures(self, timeout: float | None = None) -> dict[str, Any]:
         """Signature name to ``SignatureDef``, as the server has them.

@@ -38,25 +38,32 @@ class Contract:
         decode_chunk: Most tokens one call samples (N).
         prefill_tokens: Most tokens one call carries (T).
         stop_tokens: Ids that end a turn unless the caller says otherwise.
+        batch_rows: Most rows that one call may have; only the manifest says more than 1.
     """
 
     signatures: Mapping[str, SignatureSpec]
     decode_chunk: int
     prefill_tokens: int
     stop_tokens: tuple[int, ...] = ()
+    batch_rows: int = 1
 
     @classmethod
     def of_engine(cls, engine: EngineConfig, stop_tokens: tuple[int, ...] = ()) -> Self:
         """The contract of an artifact with this engine."""
         table = signature_table(engine, stop_tokens)
-        return cls(table, engine.decode_chunk, engine.prefill_tokens, stop_tokens)
+        chunk, prefill = engine.decode_chunk, engine.prefill_tokens
+        return cls(table, chunk, prefill, stop_tokens, engine.batch_sizes[-1])
 
     @classmethod
     def of_manifest(cls, manifest: Manifest) -> Self:
         """The contract that an artifact's own manifest states."""
         engine = manifest.engine
         return cls(
-            manifest.signatures, engine.decode_chunk, engine.prefill_tokens, manifest.stop_tokens
+            manifest.signatures,
+            engine.decode_chunk,
+            engine.prefill_tokens,
+            manifest.stop_tokens,
+            engine.batch_sizes[-1],
         )
 
     @classmethod
@@ -75,7 +82,7 @@ class Contract:
                 "Expected an artifact that `tfkv export` wrote."
             )
         generate = signatures["generate"]
-        engine = EngineConfig()
+        engine = EngineConfig(batch_sizes=(1,))
         chunk = _width(generate.outputs, "tokens", engine.decode_chunk)
         prefill = engine.prefill_tokens
         if "score" in signatures:

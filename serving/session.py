@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import random
 import secrets
 import threading
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 
 from tfkv.errors import Finish, RowError, ServerError, Status, TfkvError
 from tfkv.serving import failures
+from tfkv.serving.candidate import Candidate
 from tfkv.serving.contract import Row, overflow_code, token_ids
 from tfkv.serving.generation import Chunk, Generation, Prompt, Sampling, is_messages
+from tfkv.serving.n_best import sample_n
 from tfkv.serving.retry import Deadline, is_uncertain
 from tfkv.serving.text import ChatTemplate, Detokenizer, Message, Tokenizer
 
@@ -256,23 +259,14 @@ class Session:
         """
         self._check_open()
         self._end_active()
-        stops = token_ids(self._client.contract.stops(sampling.stop_tokens))
         seed = sampling.seed
         if seed is None:
             seed = secrets.randbits(63) if sampling.temperature > 0 else 0
+        row = self._sampling_row(sampling, seed)
         keep, given = self._plan(prompt)
         conversation = list(cast(Sequence[Message], prompt)) if is_messages(prompt) else None
         self._cut(keep)
         self._append(given, GIVEN)
-        row = {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-            "repetition_penalty": sampling.repetition_penalty,
-            "seed": seed,
-            "stop_tokens": stops,
-        }
 
         def done(generation: Generation) -> None:
             self._generation_done(generation, keep, conversation, close_after)
@@ -286,6 +280,18 @@ class Session:
             done=done,
         )
         return self._active
+
+    def _sampling_row(self, sampling: Sampling, seed: int) -> Row:
+        """The inputs of `generate` that say how to sample."""
+        return {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "repetition_penalty": sampling.repetition_penalty,
+            "seed": seed,
+            "stop_tokens": token_ids(self._client.contract.stops(sampling.stop_tokens)),
+        }
 
     def _sample(self, row: Row, wanted: int, timeout: float | None) -> Generator[Chunk, None, None]:
         """Bounded calls until enough is sampled or a reason to stop comes."""
@@ -307,7 +313,7 @@ class Session:
             else:
                 # The batch's prefill budget went to others: call again.
                 idle += 1
-                self._pause(idle, deadline, _MOST_IDLE, "sampling makes no progress")
+                self._pause_idle(idle, deadline)
             ask = min(left, most)
 
     def _take(self, answer: Row, asked: int) -> Chunk:
@@ -401,6 +407,164 @@ class Session:
             raise
         array = np.array(scores, np.float32)
         return np.where(array > 0, np.float32(np.nan), array)
+
+    # Branching
+
+    def fork(
+        self,
+        session_id: str | None = None,
+        position: int | None = None,
+        *,
+        keep: bool = False,
+        timeout: float | None = None,
+    ) -> Session:
+        """A second session that begins with this one's transcript; both go on independently.
+
+        The server copies nothing: the branch shares pages until one of the two writes. What
+        the server has not been told yet of the transcript is sent first. Like any session
+        the branch has its transcript, so that it survives a restart by replay, even when
+        this session is gone by then. A cache that no longer holds what the branch would
+        begin with has it replayed with the branch's next call.
+
+        Args:
+            session_id: Name of the branch; one that cannot be guessed by default.
+            position: Tokens that the branch begins with; all by default.
+            keep: Whether to leave the branch on the server at the end of a ``with`` block.
+            timeout: Seconds for all calls; by default each has the client's timeout.
+
+        Returns:
+            The branch, with this session's adapter and lifetime. It takes a slot of its own.
+
+        Raises:
+            InputError: The position is not within the transcript, or the name is this
+                session's own.
+            RowError: The server refused: FULL, QUOTA, or CONFLICT where the name is that of
+                another session.
+            ServerError: The server failed; an unpinned branch that was made nevertheless
+                expires by itself.
+        """
+        self._check_open()
+        self._end_active()
+        position = len(self._tokens) if position is None else position
+        if not 0 <= position <= len(self._tokens):
+            raise failures.InputError(
+                f"`position` must be within 0 and {len(self._tokens)}. Received: {position}."
+            )
+        branch = self._copy(session_id, position, keep)
+        if branch.session_id == self.session_id:
+            raise failures.InputError(
+                f"A branch needs a name of its own. Received: session_id={session_id!r}."
+            )
+        if position > 0:
+            self._branch(branch, Deadline.after(timeout))
+        return branch
+
+    def _copy(self, session_id: str | None, position: int, keep: bool) -> Session:
+        """A session with the same beginning, of which the server knows nothing yet."""
+        branch = self._client.session(session_id, adapter=self._adapter, keep=keep)
+        branch._lifetime = dict(self._lifetime)
+        branch._tokens = self._tokens[:position]
+        branch._kinds = self._kinds[:position]
+        branch._logprobs = self._logprobs[:position]
+        branch.messages = list(self.messages) if position == len(self._tokens) else []
+        return branch
+
+    def _branch(self, branch: Session, deadline: Deadline) -> None:
+        """Has the server make a branch, whatever it holds of this session.
+
+        The position is absolute, so that a repeated call finds the branch made.
+        """
+        position = len(branch._tokens)
+        lifetime = {name: self._lifetime[name] for name in ("pin", "ttl_ms")}
+        lost = 0
+        while True:
+            if self._confirmed < position:
+                self._reach("generate", self._prefill_only(), deadline)
+            row = {
+                "session_id": self.session_id,
+                "target": branch.session_id,
+                "position": position,
+                **lifetime,
+            }
+            # By the branch: where no reply comes, it is the branch that is in doubt.
+            answer = branch._call("fork", row, deadline)
+            status, epoch = int(answer["status"]), int(answer["epoch"])
+            renewed = epoch != self.epoch
+            if status in (Status.NOT_REVERSIBLE, Status.FORGOTTEN):
+                return
+            if status == Status.OK and not renewed:
+                branch.epoch = epoch
+                branch._confirmed = position
+                if int(answer["position"]) > position:
+                    branch._note_foreign(position)
+                return
+            if status == Status.OK:
+                # Made of a session that is not known to be ours.
+                branch._note_foreign(0)
+                branch._drop_foreign(deadline)
+            elif status not in (Status.UNKNOWN, Status.GAP):
+                raise branch._row_error("fork", answer)
+            self._forget("fork", "new epoch" if renewed else Status(status).name)
+            lost += 1
+            self._pause(lost - 1, deadline, _MOST_REPLAYS, _VANISHING)
+
+    def generate_n(
+        self,
+        n: int,
+        prompt: Prompt = (),
+        max_new_tokens: int = 256,
+        *,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        seed: int | None = None,
+        stop_tokens: Sequence[int] | None = None,
+        rank: str = "mean",
+        keep_best: bool = True,
+        timeout: float | None = None,
+    ) -> list[Candidate]:
+        """Appends a prompt once, samples ``n`` continuations of it, and ranks them.
+
+        The prompt is computed once; each continuation is a branch with a seed of its own, and
+        the branches sample side by side, several rows a call where the client knows the
+        artifact. It takes ``n`` slots besides this session's while it runs.
+
+        Args:
+            n: How many continuations.
+            prompt: As for `generate`.
+            max_new_tokens: Most tokens of each.
+            temperature: Above 0; at 0 all would be equal.
+            seed: Seed of the first continuation, the next number for the next one; drawn at
+                random by default.
+            rank: ``mean`` or ``total`` logprob of its tokens, the stop token included.
+            keep_best: Whether this session goes on with the best one; otherwise with the
+                prompt alone.
+            timeout: Seconds for everything; by default each call has the client's timeout.
+
+        The other arguments are those of `generate`.
+
+        Returns:
+            The continuations, best first. After an error the prompt is taken back out of
+            the transcript.
+
+        Raises:
+            InputError: An argument cannot be sent, or makes no sense.
+            RowError: The server refused, FULL where it lacks slots.
+            ServerError: The server failed.
+        """
+        sampling = Sampling(
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            seed=seed,
+            stop_tokens=stop_tokens,
+        )
+        return sample_n(self, n, prompt, sampling, rank=rank, keep_best=keep_best, timeout=timeout)
 
     # Editing
 
@@ -499,15 +663,7 @@ class Session:
             RowError: The row was refused.
             ServerError: The call failed.
         """
-        row = {
-            "session_id": self.session_id,
-            "adapter": self._adapter,
-            "tokens": self._tokens[start:stop],
-            "position": start,
-            **self._lifetime,
-            **extra,
-        }
-        answer = self._call(signature, row, deadline)
+        answer = self._call(signature, self._row(start, stop, extra), deadline)
         status, epoch = int(answer["status"]), int(answer["epoch"])
         if status in (Status.UNKNOWN, Status.GAP) and start > 0:
             self._forget(signature, Status(status).name)
@@ -526,6 +682,38 @@ class Session:
             return None
         return answer
 
+    def _row(self, start: int, stop: int, extra: Row) -> Row:
+        """A row about tokens[start:stop]."""
+        return {
+            "session_id": self.session_id,
+            "adapter": self._adapter,
+            "tokens": self._tokens[start:stop],
+            "position": start,
+            **self._lifetime,
+            **extra,
+        }
+
+    def _one_call_row(self, extra: Row) -> Row | None:
+        """The row of the one call that `_reach` would make if all is well, if one is enough."""
+        start, stop = self._piece(None)
+        if self._foreign_from is not None or stop < len(self._tokens):
+            return None
+        return self._row(start, stop, extra)
+
+    def _accepts(self, answer: Row) -> bool:
+        """Whether an answer to `_one_call_row` can be taken; otherwise `_reach` asks again."""
+        held = int(answer["position"])
+        sound = int(answer["status"]) == Status.OK and int(answer["epoch"]) == self.epoch
+        if not sound or held < len(self._tokens):
+            return False
+        self._confirmed = len(self._tokens)
+        return True
+
+    def _doubt(self) -> None:
+        """Takes note that a call without an answer may have sampled tokens never seen."""
+        self._stragglers = True
+        self._note_foreign(len(self._tokens))
+
     def _call(self, signature: str, row: Row, deadline: Deadline) -> Row:
         if not self._lock.acquire(blocking=False):
             raise failures.SessionError(
@@ -536,9 +724,7 @@ class Session:
             return self._client.call_row(signature, row, deadline)
         except TfkvError as error:
             if is_uncertain(error):
-                # It may have sampled tokens that were never seen.
-                self._stragglers = True
-                self._note_foreign(len(self._tokens))
+                self._doubt()
             raise
         finally:
             self._lock.release()
@@ -564,6 +750,10 @@ class Session:
         if times > 0:
             longest = min(0.01 * 2 ** min(times, 6), deadline.left())
             time.sleep(random.uniform(0.0, longest))
+
+    def _pause_idle(self, times: int, deadline: Deadline) -> None:
+        """Waits after calls that sampled nothing although they should have."""
+        self._pause(times, deadline, _MOST_IDLE, "sampling makes no progress")
 
     def _drop_foreign(self, deadline: Deadline) -> None:
         """Has the server drop what it may hold and the transcript hasn't."""
@@ -600,6 +790,38 @@ class Session:
         return failures.row_error(int(answer["status"]), int(answer["detail"]), where)
 
     # The transcript
+
+    @contextlib.contextmanager
+    def _prompted(self, prompt: Prompt) -> Iterator[list[Message] | None]:
+        """Appends a prompt, for good unless the block fails.
+
+        Yields:
+            The conversation that the prompt is, or ``None``.
+        """
+        self._check_open()
+        self._end_active()
+        keep, given = self._plan(prompt)
+        self._cut(keep)
+        self._append(given, GIVEN)
+        try:
+            yield list(cast(Sequence[Message], prompt)) if is_messages(prompt) else None
+        except BaseException:
+            self._cut(keep)
+            raise
+
+    def _adopt(self, best: Candidate, conversation: list[Message] | None) -> None:
+        """Goes on with what a branch came to; the server is told with the next call."""
+        self._append(best.tokens, SAMPLED, best.logprobs)
+        if conversation is not None:
+            answer = {"role": "assistant", "content": best.text or ""}
+            self.messages = [*conversation, answer]
+
+    def _text_of(self, tokens: Sequence[int], stopped: bool) -> str | None:
+        """Text of tokens that follow the transcript, without the stop token."""
+        if self._client.tokenizer is None:
+            return None
+        detokenizer = Detokenizer(self._client.tokenizer, self._tokens)
+        return detokenizer.push(tokens[:-1] if stopped else tokens) + detokenizer.flush()
 
     def _append(
         self, tokens: Sequence[int], kind: str, logprobs: Sequence[float] | None = None

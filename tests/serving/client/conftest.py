@@ -61,6 +61,12 @@ class Held:
         self.kinds.append(kind)
 
 
+def toy_logits(history: Sequence[int]) -> np.ndarray:
+    logits = np.zeros(VOCABULARY, np.float32)
+    logits[toy_next(history, {"temperature": 0.0, "seed": 0})] = 5.0
+    return logits
+
+
 class Refused(Exception):
     def __init__(self, status: Status, detail: int = 0) -> None:
         super().__init__(status.name)
@@ -86,6 +92,9 @@ class FakeServer:
         self.sessions: dict[tuple[bytes, bytes], Held] = {}
         self.epoch = 1
         self.rollback: int | None = None
+        self.slots = 1000
+        self.logits: Callable[[Sequence[int]], np.ndarray] = toy_logits
+        self.predictions = 0
         self.limit = 100_000
         self.metadata_allowed = True
         self.computed = 0
@@ -197,6 +206,7 @@ class FakeServer:
         self, signature: str, inputs: Mapping[str, np.ndarray], fault: str | None
     ) -> dict[str, np.ndarray]:
         count = len(inputs["session_id"])
+        self.predictions += 1
         answers = []
         for index in range(count):
             row = {name: array[index] for name, array in inputs.items()}
@@ -246,6 +256,8 @@ class FakeServer:
             if old != new:
                 raise Refused(Status.CONFLICT, position + index)
         missing = given[len(held.tokens) - position :]
+        if key not in self.sessions and len(self.sessions) >= self.slots:
+            raise Refused(Status.FULL, 5)
         taken = {"partial": (len(missing) + 2) // 3, "none": 0}.get(str(fault), len(missing))
         if taken or key in self.sessions:
             self.sessions[key] = held
@@ -296,9 +308,7 @@ class FakeServer:
 
     def _decode(self, row: dict[str, Any], fault: str | None) -> dict[str, Any]:
         held, end, _ = self._hold(row, fault, "given")
-        logits = np.zeros(VOCABULARY, np.float32)
-        logits[toy_next(held.tokens[:end], {"temperature": 0.0, "seed": 0})] = 5.0
-        return {"logits": logits, "position": len(held.tokens)}
+        return {"logits": self.logits(held.tokens[:end]), "position": len(held.tokens)}
 
     def _score(self, row: dict[str, Any], fault: str | None) -> dict[str, Any]:
         held, end, _ = self._hold(row, fault, "given")
@@ -319,6 +329,29 @@ class FakeServer:
             raise Refused(Status.NOT_REVERSIBLE, len(held.tokens) - self.rollback)
         del held.tokens[position:], held.kinds[position:]
         return {"position": position}
+
+    def _fork(self, row: dict[str, Any], _: str | None) -> dict[str, Any]:
+        held = self.sessions.get(self._key(row))
+        if held is None:
+            raise Refused(Status.UNKNOWN)
+        position = int(row["position"])
+        position = len(held.tokens) if position < 0 else position
+        if position > len(held.tokens):
+            raise Refused(Status.GAP, len(held.tokens))
+        if position == 0:
+            raise Refused(Status.EMPTY)
+        if self.rollback is not None and len(held.tokens) - position > self.rollback:
+            raise Refused(Status.NOT_REVERSIBLE, len(held.tokens) - self.rollback)
+        key = row["tenant"], row["target"]
+        if key not in self.sessions:
+            if len(self.sessions) >= self.slots:
+                raise Refused(Status.FULL, 5)
+            self.sessions[key] = Held(held.tokens[:position], held.kinds[:position])
+        found = self.sessions[key].tokens
+        for at in range(position):
+            if at >= len(found) or found[at] != held.tokens[at]:
+                raise Refused(Status.CONFLICT, at)
+        return {"position": len(found)}
 
     def _close(self, row: dict[str, Any], _: str | None) -> dict[str, Any]:
         if self.sessions.pop(self._key(row), None) is None:
