@@ -7,7 +7,10 @@ import json
 import logging
 import os
 import pathlib
+import re
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,6 +34,7 @@ _EXTRAS = {
     "keras": "export",
     "gguf": "export",
     "keras_hub": "keras-nlp",
+    "prometheus_client": "metrics",
 }
 _DEFAULT = EngineConfig()
 
@@ -143,6 +147,15 @@ def export(
     scan_pages: Annotated[int, typer.Option(help="Pages attention reads at once.")] = (
         _DEFAULT.scan_pages
     ),
+    pool_bytes: Annotated[
+        str,
+        typer.Option(
+            "--pool-bytes", "--pool", help="Bytes of the page pool, such as 2GB; 0 = room for all."
+        ),
+    ] = str(_DEFAULT.pool_bytes),
+    tenant_sessions: Annotated[
+        int, typer.Option(help="Most sessions a tenant may hold, 0 = any number.")
+    ] = _DEFAULT.tenant_sessions,
     xla: Annotated[bool, typer.Option(help="Compile with XLA.")] = _DEFAULT.xla,
 ) -> None:
     """Writes an artifact that TensorFlow Serving loads, and verifies it."""
@@ -159,6 +172,8 @@ def export(
         history=history,
         ttl_ms=ttl_ms,
         scan_pages=scan_pages,
+        pool_bytes=_bytes("--pool-bytes", pool_bytes),
+        tenant_sessions=tenant_sessions,
         xla=xla,
     )
     terminal.load_tensorflow()
@@ -177,6 +192,17 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
             f"`{option}` must be numbers with commas between them, such as 1,2,4. "
             f"Received: {text!r}."
         ) from None
+
+
+def _bytes(option: str, text: str) -> int:
+    """Bytes of a size such as ``2GB``, ``512 MiB`` or ``1000000``."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?\s*", text.upper())
+    if found is None or (found[3] and not found[2]):
+        raise ConfigError(
+            f"`{option}` must be a size such as 2GB, 512MiB or 1000000. Received: {text!r}."
+        )
+    power = " KMGT".index(found[2] or " ")
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
 
 
 @app.command()
@@ -442,6 +468,42 @@ def stats(
         typer.echo(json.dumps(values, indent=1))
     else:
         terminal.output().print(terminal.stats_table(values, STATS))
+
+
+@app.command()
+def metrics(
+    target: Target = "127.0.0.1:8500",
+    model: Model = "tfkv",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Its port, 0 = a free one.")] = 9464,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    once: Annotated[bool, typer.Option("--once", help="Print the page and end.")] = False,
+    timeout: Timeout = 5.0,
+) -> None:
+    """Serves the counters of a served artifact as a Prometheus page.
+
+    With --once the exit code is 1 where the artifact does not answer; the page is printed
+    all the same.
+    """
+    from tfkv.serving import Client, Retry
+    from tfkv.serving.metrics_bridge import MetricsBridge
+
+    # No retries: Prometheus asks again, and wants to know meanwhile.
+    with Client(target, model, timeout=timeout, retry=Retry(attempts=1)) as client:
+        bridge = MetricsBridge(client)
+        if once:
+            typer.echo(bridge.render(), nl=False)
+            raise typer.Exit(0 if bridge.up else 1)
+        with terminal.Steps() as steps:
+            _log_to(steps)
+            stop = threading.Event()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, lambda *_: stop.set())
+            bridge.serve(port, host, on_ready=_announce_page, stop=stop)
+
+
+def _announce_page(address: str) -> None:
+    typer.echo(f"Metrics: {address}")
+    sys.stdout.flush()
 
 
 def main() -> None:

@@ -9,16 +9,18 @@ import re
 import subprocess
 import sys
 import types
+import urllib.request
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from tfkv import __version__, cli, inspection, terminal
 from tfkv.config import DecoderConfig, EngineConfig
-from tfkv.errors import ModelSourceError
+from tfkv.errors import ConfigError, ModelSourceError, ServerError
 from tfkv.manifest import MANIFEST_PATH, STATS, TOKENIZER_PATH, Manifest, signature_table
 
-COMMANDS = ["export", "serve", "generate", "chat", "inspect", "stats"]
+COMMANDS = ["export", "serve", "generate", "chat", "inspect", "stats", "metrics"]
 
 
 def run(*arguments, **options):
@@ -297,10 +299,11 @@ class FakeSession:
 class FakeClient:
     log: list
     answers: list
+    model = "m"
     chat_template = object()
     manifest = None
 
-    def __init__(self, target, model, *, artifact, timeout):
+    def __init__(self, target, model, *, artifact=None, timeout, retry=None):
         type(self).log = [(target, model)]
 
     def __enter__(self):
@@ -314,6 +317,11 @@ class FakeClient:
 
     def stats(self):
         return {"slots": 8, "epoch": 12}
+
+    def predict(self, signature, inputs):
+        if self.answers:
+            raise self.answers.pop()
+        return {name: np.array([value]) for name, value in self.stats().items()}
 
 
 @pytest.fixture
@@ -372,6 +380,45 @@ def test_stats_table_and_json(client):
     text = plain(run("stats").stdout)
     assert re.search(rf"slots\s+8\s+{STATS['slots']}", text)
     assert json.loads(run("stats", "--json").stdout) == {"slots": 8, "epoch": 12}
+
+
+def test_metrics_once(client):
+    client.answers = []
+    result = run("metrics", "--once", "--target", "h:1")
+    assert result.exit_code == 0
+    assert "\ntfkv_slots 8.0\n" in result.stdout
+    assert client.log == [("h:1", "tfkv")]
+    client.answers = [ServerError("gone")]
+    result = run("metrics", "--once")
+    assert result.exit_code == 1
+    assert "\ntfkv_up 0.0\n" in result.stdout
+
+
+def test_metrics_serves_until_told_to_end():
+    command = [sys.executable, "-m", "tfkv", "metrics", "--port", "0", "--target", "127.0.0.1:1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            address = process.stdout.readline().removeprefix("Metrics: ").strip()
+            with urllib.request.urlopen(address, timeout=10) as reply:
+                assert b"\ntfkv_up 0.0\n" in reply.read()
+            process.terminate()
+            assert process.wait(timeout=10) == 0
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("0", 0), ("1000", 1000), ("2GB", 2 * 10**9), ("1.5 MiB", 3 * 2**19), ("4k", 4000)],
+)
+def test_sizes(text, size):
+    assert cli._bytes("--pool", text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1", "2 apples", "3iB"])
+def test_wrong_sizes(text):
+    with pytest.raises(ConfigError, match="`--pool` must be a size"):
+        cli._bytes("--pool", text)
 
 
 @pytest.mark.parametrize(
