@@ -177,21 +177,12 @@ class PackedDecoder:
         Returns:
             Output ``[A, T, D]`` before the final norm, and the new keys and values.
         """
-        angles = rotary_angles(positions, self.config.head_dim, self.config.rope_max_wavelength)
-        heads = self.config.num_query_heads
+        angles = self.angles(positions)
 
         def body(
             layer: tf.Tensor, x: tf.Tensor, keys: tf.TensorArray, values: tf.TensorArray
         ) -> tuple[tf.Tensor, tf.Tensor, tf.TensorArray, tf.TensorArray]:
-            w = {name: value[layer] for name, value in weights.stacked.items()}
-            q, k, v = self._project(w, x, angles)
-            q = attention.group_queries(q, self.config.num_key_value_heads)
-            k, v = (tf.transpose(new, [0, 2, 1, 3]) for new in (k, v))
-            seen = attention.normalize(attend(layer, q, k, v))
-            seen = attention.ungroup_output(seen, heads)
-            seen = tf.reshape(seen, [*shape_of(x)[:2], heads * self.config.head_dim])
-            after = x + _linear(seen, w["attention_output"])
-            after = after + self._feed_forward(w, after)
+            after, _, k, v = self.block(weights, layer, x, angles, attend)
             return (
                 layer + 1,
                 keep_shape(after, x),
@@ -209,6 +200,34 @@ class PackedDecoder:
             lambda layer, *_: layer < self.config.num_layers, body, (tf.constant(0), x, *made)
         )
         return x, Fresh(keys.stack(), values.stack())
+
+    def angles(self, positions: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """What `block` rotates tokens at ``positions [A, T]`` by."""
+        return rotary_angles(positions, self.config.head_dim, self.config.rope_max_wavelength)
+
+    def block(
+        self,
+        weights: Weights,
+        layer: tf.Tensor,
+        x: tf.Tensor,
+        angles: tuple[tf.Tensor, tf.Tensor],
+        attend: Callable[[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor], Partial],
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
+        """One decoder block; see `layers`.
+
+        Returns:
+            Output ``[A, T, D]``, grouped queries, keys and values of the tokens.
+        """
+        heads = self.config.num_query_heads
+        w = {name: value[layer] for name, value in weights.stacked.items()}
+        q, k, v = self._project(w, x, angles)
+        q = attention.group_queries(q, self.config.num_key_value_heads)
+        k, v = (tf.transpose(new, [0, 2, 1, 3]) for new in (k, v))
+        seen = attention.normalize(attend(layer, q, k, v))
+        seen = attention.ungroup_output(seen, heads)
+        seen = tf.reshape(seen, [*shape_of(x)[:2], heads * self.config.head_dim])
+        after = x + _linear(seen, w["attention_output"])
+        return after + self._feed_forward(w, after), q, k, v
 
     def _project(
         self, w: dict[str, tf.Tensor], x: tf.Tensor, angles: tuple[tf.Tensor, tf.Tensor]

@@ -8,12 +8,14 @@ import numpy as np
 import tensorflow as tf
 
 from tfkv.config import DecoderConfig, EngineConfig
-from tfkv.errors import ConfigError, Status
+from tfkv.errors import INPUT_NUMBERS, ConfigError, Status
 from tfkv.export.advance import Advance
+from tfkv.export.attention_probe import AttentionProbe
 from tfkv.export.decoder import PackedDecoder
 from tfkv.export.geometry import CacheGeometry
 from tfkv.export.history import History
 from tfkv.export.packed_weights import PackedWeights
+from tfkv.export.page_copies import PageCopies, Piece
 from tfkv.export.page_pool import PagePool
 from tfkv.export.page_table import PageTable
 from tfkv.export.plan import Refusal
@@ -34,19 +36,24 @@ class Engine(tf.Module):
         config: Architecture.
         weights: Canonical weights, see `tfkv.export.importers`.
         engine: What to compile for.
+        fingerprint: Of weights and configuration; `restore` takes no other's pages.
 
     Raises:
         ConfigError: Model and engine do not fit together.
     """
 
     def __init__(
-        self, config: DecoderConfig, weights: Mapping[str, np.ndarray], engine: EngineConfig
+        self,
+        config: DecoderConfig,
+        weights: Mapping[str, np.ndarray],
+        engine: EngineConfig,
+        fingerprint: str = "",
     ) -> None:
         super().__init__(name="tfkv")
+        self.fingerprint = fingerprint
         self.config = config
         self.engine = engine
         self.geometry = CacheGeometry.of(config, engine, PREFILL_PIECE)
-        columns = self.geometry.columns
         self.weights = PackedWeights(config, weights)
         pages = pool_pages(config, engine)
         self.pool = PagePool(config, self.geometry.cache.codec, pages, engine.page_size)
@@ -62,6 +69,15 @@ class Engine(tf.Module):
             config, self.weights, self.pool, self.geometry, engine.scan_pages
         )
         self._advance = Advance(self.decoder, self.history, self.table, engine, PREFILL_PIECE)
+        self._probe = AttentionProbe(self.decoder)
+        self._copies = PageCopies(
+            self.sessions,
+            self.history,
+            self.table,
+            self.pool,
+            self.geometry,
+            config.vocabulary_size,
+        )
         self._resources = _resources(self)
         self.compute = self._compile()
 
@@ -78,7 +94,6 @@ class Engine(tf.Module):
             request: Request, admission: Admission, probes: tf.Tensor
         ) -> tuple[Answer, tf.Tensor]:
             answer, work = self._advance(request, admission)
-            plan = work.plan
             added = self.stats.tally(work, answer, admission, probes, request.wants_scores)
             return Answer(*(tf.gather(value, admission.first) for value in answer)), added
 
@@ -150,9 +165,7 @@ class Engine(tf.Module):
         """Renews the sessions' lifetimes and publishes the counters."""
         rows = tf.range(tf.size(admission.slot))
         served = (answer.status == Status.OK) & (admission.first == rows)
-        self.sessions.renew(
-            admission.slot, served, admission.now_ms, request.ttl_ms, request.pin
-        )
+        self.sessions.renew(admission.slot, served, admission.now_ms, request.ttl_ms, request.pin)
         self.stats.add(added)
 
     def truncate(self, names: Names, position: tf.Tensor) -> tuple[tf.Tensor, ...]:
@@ -184,6 +197,7 @@ class Engine(tf.Module):
         # From nothing, a session starts anew: nothing it overwrote can be missed.
         reached = tf.where(position == 0, 0, reached)
         whole = ok & (filled <= self.geometry.layout.entries)
+        whole &= first == tf.range(tf.size(first))  # an equal row gives nothing back twice
         size = self.engine.page_size
         self.table.release(
             tf.boolean_mask(slot, whole),
@@ -195,7 +209,12 @@ class Engine(tf.Module):
         return tf.where(ok, position, held), refusal.status, refusal.detail
 
     def fork(
-        self, names: Names, target: tf.Tensor, position: tf.Tensor, ttl_ms: tf.Tensor, pin: tf.Tensor
+        self,
+        names: Names,
+        target: tf.Tensor,
+        position: tf.Tensor,
+        ttl_ms: tf.Tensor,
+        pin: tf.Tensor,
     ) -> tuple[tf.Tensor, ...]:
         """Branches sessions without copying a page.
 
@@ -263,6 +282,114 @@ class Engine(tf.Module):
         self.stats.add_one("sessions_opened", made >= 0)
         held = tf.where(exists < 0, position, old.held)
         return tf.where(served, held, 0), refusal.status, refusal.detail
+
+    def attention(
+        self, names: Names, layer: tf.Tensor, position: tf.Tensor
+    ) -> tuple[tf.Tensor, ...]:
+        """Attention weights of one held token of each session; changes nothing.
+
+        Args:
+            names: Who calls.
+            layer: int32 ``[B]``.
+            position: int32 ``[B]``; −1 = the last held token.
+
+        Returns:
+            Weights float32 ``[B, N, S]``, positions of the entries int32 ``[B, S]``, tokens
+            held, status and detail.
+        """
+        zeros = tf.zeros_like(position)
+        refusal = Refusal(zeros, zeros)
+        refusal = refusal.when(names.probes(), Status.INVALID, 1)
+        refusal = refusal.when(position < -1, Status.INVALID, 4)
+        refusal = refusal.when(
+            (layer < 0) | (layer >= self.config.num_layers), Status.INVALID, INPUT_NUMBERS["layer"]
+        )
+        return self.sessions.locked(lambda: self._look(names, layer, position, refusal))
+
+    def _look(
+        self, names: Names, layer: tf.Tensor, position: tf.Tensor, refusal: Refusal
+    ) -> tuple[tf.Tensor, ...]:
+        """`attention` under the lock."""
+        self.sessions.reap()
+        found = tf.cast(self.sessions.find(names), tf.int32)
+        slot = tf.where(found < 0, self.engine.slots, found)
+        stored = self.history.recall(slot, found < 0)
+        refusal = refusal.when(found < 0, Status.UNKNOWN, 0)
+        refusal = refusal.when(stored.held == 0, Status.EMPTY, 0)
+        position = tf.where(position < 0, stored.held - 1, position)
+        refusal = refusal.when(position >= stored.held, Status.GAP, stored.held)
+        oldest = tf.maximum(stored.reached - self.history.size, 0)
+        refusal = refusal.when(position < oldest, Status.FORGOTTEN, oldest)
+        lost = ~self.geometry.reversible(stored.reached, position)
+        earliest = self.geometry.earliest_reversible(stored.reached)
+        refusal = refusal.when(lost, Status.NOT_REVERSIBLE, earliest)
+        ok = refusal.status == Status.OK
+        position = tf.where(ok, position, -1)
+        table = tf.where(ok[:, tf.newaxis], tf.gather(self.table.variables.table.read(), slot), 0)
+        # A ring that was longer once still holds what it held then.
+        wrapped = stored.reached > self.geometry.layout.entries
+        written = tf.where(wrapped, tf.maximum(stored.reached - 1, stored.filled), stored.filled)
+        weights, entries = self._probe(
+            self.history.reader()(slot, tf.maximum(position, 0)[:, tf.newaxis])[:, 0],
+            position,
+            tf.where(ok, layer, 0),
+            table,
+            tf.where(ok, written, 0),
+        )
+        weights = tf.where(ok[:, tf.newaxis, tf.newaxis], weights, 0.0)
+        entries = tf.where(entries < stored.held[:, tf.newaxis], entries, -1)
+        return weights, entries, stored.held, refusal.status, refusal.detail
+
+    def snapshot(self, names: Names, page: tf.Tensor) -> tuple[Piece, tuple[tf.Tensor, ...]]:
+        """One page of each session.
+
+        Args:
+            names: Who calls.
+            page: int32 ``[B]``, which page, from 0.
+
+        Returns:
+            The piece; tokens held, status and detail, int32 ``[B]`` each.
+        """
+        piece, refusal = self.sessions.locked(lambda: self._copies.read(names, page))
+        return piece, (piece.held, refusal.status, refusal.detail)
+
+    def restore(
+        self,
+        names: Names,
+        piece: Piece,
+        fingerprint: tf.Tensor,
+        ttl_ms: tf.Tensor,
+        pin: tf.Tensor,
+    ) -> tuple[tf.Tensor, ...]:
+        """Makes sessions of what `snapshot` read, page after page.
+
+        Args:
+            names: Who calls.
+            piece: What to add.
+            fingerprint: string ``[B]``, of the artifact that it was read from.
+            ttl_ms: int64 ``[B]``.
+            pin: int32 ``[B]``.
+
+        Returns:
+            Tokens held, status and detail, int32 ``[B]`` each.
+        """
+        zeros = tf.zeros_like(piece.page)
+        refusal = Refusal(zeros, zeros)
+        wrong = {
+            "fingerprint": fingerprint != self.fingerprint,
+            "pin": (pin < 0) | (pin > 1),
+            "ttl_ms": ttl_ms < 0,
+        }
+        for name, holds in wrong.items():
+            refusal = refusal.when(holds, Status.INVALID, INPUT_NUMBERS[name])
+
+        def bring() -> tuple[tf.Tensor, Refusal]:
+            held, refused, made = self._copies.write(names, piece, refusal, ttl_ms, pin)
+            self.stats.add_one("sessions_opened", made)
+            return held, refused
+
+        held, refused = self.sessions.locked(bring)
+        return held, refused.status, refused.detail
 
     def _earliest(self, reached: tf.Tensor) -> tf.Tensor:
         """Least tokens that a session can be rolled back to, apart from none."""

@@ -82,8 +82,8 @@ def export(
 def _write(model: ModelSource, config: EngineConfig, stage: pathlib.Path, report: Progress) -> None:
     steps = 4
     report("export", 0, steps)
-    engine = Engine(model.config, model.weights, config)
-    table = signature_table(config, model.stop_tokens[:MAX_STOP_TOKENS])
+    engine = Engine(model.config, model.weights, config, _fingerprint(model, config))
+    table = signature_table(config, model.stop_tokens[:MAX_STOP_TOKENS], engine.pool.page_bytes)
     report("export", 1, steps)
     engine.served = build_signatures(engine, table)
     tf.saved_model.save(engine, str(stage), signatures=dict(engine.served))
@@ -105,7 +105,7 @@ def _manifest(model: ModelSource, engine: Engine, table: dict) -> Manifest:
         model=model.config,
         engine=engine.engine,
         signatures=table,
-        fingerprint=_fingerprint(model, engine.engine),
+        fingerprint=engine.fingerprint,
         bytes_per_token=engine.bytes_per_token,
         bytes_per_session=engine.bytes_per_token * geometry.layout.entries,
         positions=geometry.positions,

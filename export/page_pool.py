@@ -46,7 +46,7 @@ class PagePool:
     @property
     def nbytes(self) -> int:
         """Bytes of the whole pool."""
-        return sum(v.nbytes for side in self.variables.values() for v in side.values())
+        return sum(variable.nbytes for variable in self._all())
 
     def read(self) -> Parts:
         """All parts as tensors."""
@@ -103,6 +103,49 @@ class PagePool:
             return index + 1, copied
 
         return tf.while_loop(lambda index, _: index < count, body, (tf.constant(0), parts))[1]
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page, all layers and parts."""
+        return self.nbytes // self.pages
+
+    def read_bytes(self, pages: tf.Tensor) -> tf.Tensor:
+        """Pages as they are stored, uint8 ``[B, page_bytes]``: keys before values, parts in
+        the codec's order, layers in theirs."""
+        rows = self._rows_of(pages)
+        taken = []
+        for variable in self._all():
+            part = tf.bitcast(tf.gather(variable.read(), rows), tf.uint8)
+            taken.append(tf.reshape(part, [tf.size(pages), variable.nbytes // self.pages]))
+        return tf.concat(taken, axis=1)
+
+    def write_bytes(self, pages: tf.Tensor, data: tf.Tensor) -> None:
+        """Puts back what `read_bytes` gave, without touching any other page.
+
+        Args:
+            pages: int32 ``[B]``; 0 = nowhere.
+            data: uint8 ``[B, page_bytes]``.
+        """
+        rows = self._rows_of(pages)
+        sizes = [variable.nbytes // self.pages for variable in self._all()]
+        for variable, part in zip(self._all(), tf.split(data, sizes, axis=1), strict=True):
+            shape = [tf.size(pages), self.config.num_layers, *variable.shape[1:]]
+            width = variable.dtype.size
+            part = tf.reshape(part, shape if width == 1 else [*shape, width])
+            tf.raw_ops.ResourceScatterUpdate(
+                resource=variable.resource_handle,
+                indices=rows,
+                updates=tf.bitcast(part, variable.dtype),
+            )
+
+    def _all(self) -> list[TransientVariable]:
+        """Every part, in one order."""
+        return [variable for parts in self.variables.values() for variable in parts.values()]
+
+    def _rows_of(self, pages: tf.Tensor) -> tf.Tensor:
+        """Rows of the parts, int32 ``[B, L]``."""
+        layers = self.config.num_layers
+        return pages[:, tf.newaxis] * layers + tf.range(layers)
 
     def write(
         self,

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfkv.errors import Status
 from tfkv.export.geometry import CacheGeometry
-from tfkv.export.plan import Plan, Remembered
+from tfkv.export.plan import Plan, Refusal, Remembered
 from tfkv.export.rows import Admission, Request
 from tfkv.export.transient import TransientVariable
 
@@ -29,6 +29,7 @@ class Pages(NamedTuple):
         references: int32 ``[P]``, sessions that hold the page; page 0 holds itself.
         generation: int32 ``[P]``, how often the page was given out.
         indexed: bool ``[P]``, whether it can be found by what it holds.
+        foreign: bool ``[P]``, holds keys that a caller brought: it is never indexed.
         digest: int64 ``[P]``, finds candidates; a match is checked token by token.
         tokens: int32 ``[P, C]``.
         parent: int32 ``[P]``, the page before it.
@@ -42,6 +43,7 @@ class Pages(NamedTuple):
     references: tf.Tensor
     generation: tf.Tensor
     indexed: tf.Tensor
+    foreign: tf.Tensor
     digest: tf.Tensor
     tokens: tf.Tensor
     parent: tf.Tensor
@@ -93,9 +95,7 @@ class PageTable:
         most_tokens: Most tokens that one call adds to a session.
     """
 
-    def __init__(
-        self, slots: int, pages: int, geometry: CacheGeometry, most_tokens: int
-    ) -> None:
+    def __init__(self, slots: int, pages: int, geometry: CacheGeometry, most_tokens: int) -> None:
         self.slots = slots
         self._most_pages = most_tokens // geometry.page_size + 2
         self.count = pages
@@ -105,6 +105,7 @@ class PageTable:
             "references": ((pages,), tf.int32),
             "generation": ((pages,), tf.int32),
             "indexed": ((pages,), tf.bool),
+            "foreign": ((pages,), tf.bool),
             "digest": ((pages,), tf.int64),
             "tokens": ((pages, geometry.page_size), tf.int32),
             "parent": ((pages,), tf.int32),
@@ -153,10 +154,11 @@ class PageTable:
         end = position + request.length
         first = stored.filled // size
         last = tf.minimum(end, self.geometry.layout.entries) // size
-        before = tf.gather(rows, tf.maximum(first - 1, 0), batch_dims=1)
+        before = _page_at(rows, first - 1)
         parent = tf.where(first == 0, ROOT, before)
         chained = (first == 0) | tf.gather(pages.indexed, before)
         able = (admission.status == Status.OK) & (stored.filled % size == 0) & chained
+        able &= stored.filled <= self.geometry.layout.entries
         able &= (position <= stored.held) & self.geometry.cache.policy.shareable
         ids = _token_reader(request, stored, position)
 
@@ -232,6 +234,7 @@ class PageTable:
             references=references,
             generation=_add(pages.generation, taken, 1),
             indexed=_mark(pages.indexed, taken, False),
+            foreign=_mark(pages.foreign, taken, tf.gather(pages.foreign, replaced)),
         )
         return Grant(pages, plan, rows, replaced, evicted)
 
@@ -298,8 +301,48 @@ class PageTable:
         beyond = tf.range(self.geometry.columns) >= needed[:, tf.newaxis]
         rows = tf.where(beyond & whole[:, tf.newaxis], 0, rows)
         self.variables.references.assign(_add(self.variables.references.read(), rows, 1))
-        self.variables.table.assign(
-            tf.tensor_scatter_nd_update(table, target[:, tf.newaxis], rows)
+        self.variables.table.assign(tf.tensor_scatter_nd_update(table, target[:, tf.newaxis], rows))
+
+    def append(
+        self, wants: tf.Tensor, refusal: Refusal, retry_ms: tf.Tensor
+    ) -> tuple[tf.Tensor, Refusal]:
+        """Gives rows a page each for what a caller brings; who owns it, `put` says.
+
+        Args:
+            wants: bool ``[B]``.
+            refusal: Rows that are refused already.
+            retry_ms: int32, for those that are refused now, as FULL.
+
+        Returns:
+            int32 ``[B]``, 0 where the row got none; and the refusals.
+        """
+        pages = self.read()
+        free = tf.reduce_sum(tf.cast(pages.references == 0, tf.int32))
+        fits = _fits(tf.cast(wants, tf.int32), free)
+        refusal = refusal.when(wants & ~fits, Status.FULL, retry_ms)
+        wants &= fits
+        taken = self._take(pages, pages.references, wants[:, tf.newaxis])[:, 0]
+        return tf.where(wants, taken, 0), refusal
+
+    def put(self, slots: tf.Tensor, columns: tf.Tensor, taken: tf.Tensor) -> None:
+        """Lets sessions own the pages of `append`.
+
+        Args:
+            slots: int32 ``[B]``, the spare where nothing was given.
+            columns: int32 ``[B]``.
+            taken: int32 ``[B]``; 0 = none.
+        """
+        pages = self.read()
+        where = tf.stack([tf.where(taken > 0, slots, self.slots), columns], axis=1)
+        where = tf.where((taken > 0)[:, tf.newaxis], where, [[self.slots, 0]])
+        self.assign(
+            pages._replace(
+                table=tf.tensor_scatter_nd_update(pages.table, where, taken),
+                references=_add(pages.references, taken, 1),
+                generation=_add(pages.generation, taken, 1),
+                indexed=_mark(pages.indexed, taken, False),
+                foreign=_mark(pages.foreign, taken, True),
+            )
         )
 
     def broken(self) -> tf.Tensor:
@@ -377,11 +420,10 @@ class PageTable:
             indexed, digest, tokens, parents, generations, tenants = state
             at = first + step
             live = at < last
-            page = tf.where(live, tf.gather(rows, tf.where(live, at, 0), batch_dims=1), 0)
-            parent = tf.gather(rows, tf.maximum(at - 1, 0), batch_dims=1, name="parent")
-            parent = tf.where((at == 0) | ~live, ROOT, parent)
+            page = tf.where(live, _page_at(rows, at), 0)
+            parent = tf.where((at == 0) | ~live, ROOT, _page_at(rows, at - 1))
             live &= (at == 0) | tf.gather(indexed, parent)
-            live &= ~tf.gather(indexed, page)
+            live &= ~tf.gather(indexed, page) & ~tf.gather(pages.foreign, page)
             page = tf.where(live, page, 0)
             generation = tf.gather(pages.generation, parent)
             places = (at[:, tf.newaxis] * size + tf.range(size)) % ids.shape[1]
@@ -432,6 +474,13 @@ def _digest(
     return tf.reduce_sum(whole * tf.constant(powers, tf.int64), axis=1)
 
 
+def _page_at(rows: tf.Tensor, column: tf.Tensor) -> tf.Tensor:
+    """Page in one column of each row ``[B, columns]``; columns out of range count as the
+    nearest, for callers that mask them."""
+    column = tf.clip_by_value(column, 0, rows.shape[1] - 1)
+    return tf.gather(rows, column, batch_dims=1)
+
+
 def _add(counts: tf.Tensor, pages: tf.Tensor, amount: int) -> tf.Tensor:
     """Adds to each named page, as often as it is named; page 0 stays as it is."""
     flat = tf.reshape(pages, [-1])
@@ -439,8 +488,9 @@ def _add(counts: tf.Tensor, pages: tf.Tensor, amount: int) -> tf.Tensor:
     return tf.tensor_scatter_nd_add(counts, flat[:, tf.newaxis], amounts)
 
 
-def _mark(flags: tf.Tensor, pages: tf.Tensor, value: bool) -> tf.Tensor:
+def _mark(flags: tf.Tensor, pages: tf.Tensor, value: bool | tf.Tensor) -> tf.Tensor:
     flat = tf.reshape(pages, [-1])
+    value = tf.reshape(tf.broadcast_to(value, tf.shape(pages)), [-1])
     values = tf.where(flat > 0, value, tf.gather(flags, flat))
     return tf.tensor_scatter_nd_update(flags, flat[:, tf.newaxis], values)
 

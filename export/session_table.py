@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 
 import tensorflow as tf
 
-from tfkv.errors import INVALID_INPUTS, Status
+from tfkv.errors import INPUT_NUMBERS, Status
 from tfkv.export.page_table import PageTable
 from tfkv.export.plan import Refusal
 from tfkv.export.rows import Admission, Request
@@ -20,8 +20,6 @@ NEVER = 2**63 - 1
 
 #: Expiry of a slot whose first call is not over: free again, should it never be served.
 UNSERVED = 1
-
-_INPUT_NUMBER = {name: number for number, name in INVALID_INPUTS.items()}
 
 
 class Names(NamedTuple):
@@ -168,7 +166,7 @@ class SessionTable(tf.Module):
             status=status,
             detail=detail,
             tenant=tenant,
-            retry_ms=self._retry_after(now)[tf.newaxis],
+            retry_ms=self.retry_after(now)[tf.newaxis],
             now_ms=now[tf.newaxis],
         )
 
@@ -192,7 +190,7 @@ class SessionTable(tf.Module):
         refusal = refusal.when(crowded, Status.QUOTA, self.quota)
         needs &= ~crowded
         slot, full = self._allocate(names.keys(), needs, tenant)
-        return slot, tenant, refusal.when(full, Status.FULL, self._retry_after(now))
+        return slot, tenant, refusal.when(full, Status.FULL, self.retry_after(now))
 
     def renew(
         self, slot: tf.Tensor, served: tf.Tensor, now: tf.Tensor, ttl_ms: tf.Tensor, pin: tf.Tensor
@@ -242,12 +240,11 @@ class SessionTable(tf.Module):
         )
         # Expired at once, were the call to end before it publishes.
         once = tf.fill(tf.shape(new_slots), tf.constant(UNSERVED, tf.int64))
-        self.expiry.assign(
-            tf.tensor_scatter_nd_update(self.expiry.read(), where, once)
-        )
+        self.expiry.assign(tf.tensor_scatter_nd_update(self.expiry.read(), where, once))
         return slot, needs & ~granted
 
-    def _retry_after(self, now: tf.Tensor) -> tf.Tensor:
+    def retry_after(self, now: tf.Tensor) -> tf.Tensor:
+        """Milliseconds until the earliest session expires, int32."""
         expiry = self.expiry.read()[: self.slots]
         expiry = tf.where(expiry == UNSERVED, now + self.ttl_ms, expiry)  # taken by a batch mate
         earliest = tf.reduce_min(tf.where(expiry > 0, expiry, NEVER))
@@ -300,7 +297,7 @@ def check_request(
     status = tf.zeros_like(r.length)
     refusal = Refusal(status, status)
     for name, holds in wrong.items():
-        refusal = refusal.when(holds, Status.INVALID, _INPUT_NUMBER[name])
+        refusal = refusal.when(holds, Status.INVALID, INPUT_NUMBERS[name])
     return refusal.when(tf.strings.length(names.adapter) > 0, Status.ADAPTER, 0)
 
 

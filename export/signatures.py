@@ -8,6 +8,7 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from tfkv.export.engine import Engine
+from tfkv.export.page_copies import Piece
 from tfkv.export.rows import DECODE, GENERATE, SCORE, Answer, Request
 from tfkv.export.session_table import Names
 from tfkv.manifest import MAX_STOP_TOKENS, SignatureSpec, TensorSpec
@@ -59,6 +60,18 @@ def build_signatures(
             _names(inputs),
             inputs["target"],
             inputs["position"],
+            inputs["ttl_ms"],
+            inputs["pin"],
+        ),
+    )
+    bodies["attention"] = lambda inputs: _attention(engine, inputs)
+    bodies["snapshot"] = lambda inputs: _snapshot(engine, inputs)
+    bodies["restore"] = lambda inputs: _row_answer(
+        engine,
+        engine.restore(
+            _names(inputs),
+            Piece(*(inputs[name] for name in Piece._fields)),
+            inputs["fingerprint"],
             inputs["ttl_ms"],
             inputs["pin"],
         ),
@@ -162,6 +175,20 @@ def _row_answer(engine: Engine, answer: tuple[tf.Tensor, ...]) -> Tensors:
         "detail": detail,
         "epoch": tf.fill([tf.size(status)], engine.stats.epoch.read()),
     }
+
+
+def _attention(engine: Engine, inputs: Tensors) -> Tensors:
+    weights, positions, *answer = engine.attention(
+        _names(inputs), inputs["layer"], inputs["position"]
+    )
+    return {"weights": weights, "positions": positions, **_row_answer(engine, tuple(answer))}
+
+
+def _snapshot(engine: Engine, inputs: Tensors) -> Tensors:
+    piece, answer = engine.snapshot(_names(inputs), inputs["page"])
+    fields = {name: value for name, value in piece._asdict().items() if name != "page"}
+    fingerprint = tf.fill([tf.size(inputs["page"])], engine.fingerprint)
+    return {**fields, "fingerprint": fingerprint, **_row_answer(engine, answer)}
 
 
 def _batched(engine: Engine, signature: str) -> Callable[[Tensors], Tensors]:

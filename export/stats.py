@@ -5,8 +5,8 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tfkv.errors import Status
-from tfkv.export.history import History
 from tfkv.export.advance import Work
+from tfkv.export.history import History
 from tfkv.export.page_pool import PagePool
 from tfkv.export.page_table import PageTable
 from tfkv.export.rows import Admission, Answer

@@ -48,7 +48,7 @@ def write_warmup(
     count = 0
     with tf.io.TFRecordWriter(str(path)) as writer:
         for name, spec in table.items():
-            sizes = batch_sizes if "tokens" in spec.inputs else (1,)
+            sizes = batch_sizes if "length" in spec.inputs else (1,)
             for rows in sizes:
                 request = predict_pb2.PredictRequest()
                 request.model_spec.signature_name = name

@@ -92,7 +92,15 @@ INVALID_INPUTS = {
     15: "tenant",
     16: "adapter",
     17: "seed",
+    18: "layer",
+    19: "page",
+    20: "held",
+    21: "filled",
+    22: "kinds",
+    23: "logprobs",
+    24: "fingerprint",
 }
+INPUT_NUMBERS = {name: number for number, name in INVALID_INPUTS.items()}
 
 
 class RowError(TfkvError, RuntimeError):

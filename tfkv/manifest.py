@@ -109,7 +109,7 @@ STATS = {
 
 
 def signature_table(
-    engine: EngineConfig, stop_tokens: tuple[int, ...] = ()
+    engine: EngineConfig, stop_tokens: tuple[int, ...] = (), page_bytes: int = 0
 ) -> dict[str, SignatureSpec]:
     """The contract of every signature of an artifact.
 
@@ -117,6 +117,7 @@ def signature_table(
         engine: What the artifact is compiled for; N of the contract is
             ``engine.decode_chunk``, T is ``engine.prefill_tokens``.
         stop_tokens: Default stop tokens, at most `MAX_STOP_TOKENS`.
+        page_bytes: Bytes of a page of the pool.
 
     Returns:
         Signature name to its inputs and outputs.
@@ -136,6 +137,16 @@ def signature_table(
         "stop_tokens": TensorSpec(
             "int32", (MAX_STOP_TOKENS,), default=stops, meaning="ids that end a turn, -1 = unused"
         ),
+    }
+    size = engine.page_size
+    piece = {
+        "held": TensorSpec("int32", meaning="tokens the whole session holds"),
+        "filled": TensorSpec("int32", meaning="of those, how many have keys: all, or all but one"),
+        "tokens": TensorSpec("int32", (size,), meaning="tokens of the page, 0 behind the last"),
+        "kinds": TensorSpec("int32", (size,), meaning="of each: 0 given, 1 sampled, 2 stop"),
+        "logprobs": TensorSpec("float32", (size,), meaning="of each, 1 where there is none"),
+        "data": TensorSpec("uint8", (page_bytes,), meaning="keys and values as they are stored"),
+        "fingerprint": TensorSpec("string", meaning="of the weights and the cache they belong to"),
     }
     append = {**_SESSION, **_ADAPTER, **_TOKENS}
     return {
@@ -181,6 +192,40 @@ def signature_table(
                 "position": TensorSpec(
                     "int32", default=-1, meaning="tokens the branch begins with; -1 = all"
                 ),
+                "pin": _LIFETIME["pin"],
+                "ttl_ms": _LIFETIME["ttl_ms"],
+            },
+            dict(_ANSWER),
+        ),
+        "attention": SignatureSpec(
+            {
+                **_SESSION,
+                "layer": TensorSpec("int32", meaning="which layer, from 0"),
+                "position": TensorSpec(
+                    "int32", default=-1, meaning="the held token that attends; -1 = the last"
+                ),
+            },
+            {
+                "weights": TensorSpec(
+                    "float32",
+                    ("heads", "entries"),
+                    meaning="what the token attends to, each query head sums to 1",
+                ),
+                "positions": TensorSpec(
+                    "int32", ("entries",), meaning="position each entry holds, -1 = empty"
+                ),
+                **_ANSWER,
+            },
+        ),
+        "snapshot": SignatureSpec(
+            {**_SESSION, "page": TensorSpec("int32", meaning="which page of the session, from 0")},
+            {**piece, **_ANSWER},
+        ),
+        "restore": SignatureSpec(
+            {
+                **_SESSION,
+                "page": TensorSpec("int32", meaning="which page; 0 makes the session"),
+                **piece,
                 "pin": _LIFETIME["pin"],
                 "ttl_ms": _LIFETIME["ttl_ms"],
             },

@@ -21,14 +21,15 @@ DOCS = pathlib.Path(__file__).resolve().parent.parent / "docs"
 PAGES = (DOCS / "contract.md", DOCS / "operating.md")
 
 # Sizes that nothing else has, so that a page can call them by name.
-_N, _T = 1009, 2003
-_NAMES: dict[object, str] = {_N: "N", _T: "T"}
+_N, _T, _C, _PAGE_BYTES = 1009, 2003, 4001, 7919
+_NAMES: dict[object, str] = {_N: "N", _T: "T", _C: "C", _PAGE_BYTES: "page bytes"}
 _BLOCK = re.compile(r"(<!-- table: (?P<name>[\w.]+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 
 def signatures() -> dict[str, SignatureSpec]:
-    """The contract with N and T as sizes that `_NAMES` knows."""
-    return signature_table(EngineConfig(decode_chunk=_N, prefill_tokens=_T))
+    """The contract with N, T and C as sizes that `_NAMES` knows."""
+    engine = EngineConfig(decode_chunk=_N, prefill_tokens=_T, page_size=_C)
+    return signature_table(engine, page_bytes=_PAGE_BYTES)
 
 
 def tables() -> dict[str, str]:

@@ -152,11 +152,13 @@ def test_closing_the_root_leaves_its_branches_whole(plain):
 def test_a_full_pool_refuses_a_row_and_leaves_everyone_as_they_were(crowded):
     names = [crowded.name() for _ in range(3)]
     prompts = [tiny_model.text(70, seed=110 + i) for i in range(3)]
-    answers = [crowded.generate(n, p, count=0, tenant=[n]) for n, p in zip(names, prompts)]
+    answers = [
+        crowded.generate(n, p, count=0, tenant=[n]) for n, p in zip(names, prompts, strict=True)
+    ]
     assert [a["status"] for a in answers] == [Status.OK, Status.OK, Status.FULL]
     assert answers[2]["detail"] > 0
     assert crowded.stats()["slots_used"] == 2
-    for name, prompt in zip(names[:2], prompts):
+    for name, prompt in zip(names[:2], prompts[:2], strict=True):
         answer = crowded.generate(name, (), 70, count=4, tenant=[name])
         assert answer["tokens"][:4].tolist() == _greedy(prompt, 4)
     crowded.close(names[0], tenant=[names[0]])

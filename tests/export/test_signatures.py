@@ -23,9 +23,11 @@ def definitions(exported):
 
 
 def test_signatures_have_the_inputs_and_outputs_of_the_contract(definitions, loaded):
-    table = signature_table(loaded["plain"].manifest.engine, (2,))
-    assert set(table) == {"generate", "decode", "score", "truncate", "close", "stats"}
-    sizes_of = {"V": 97, "T": -1}
+    manifest = loaded["plain"].manifest
+    table = signature_table(manifest.engine, (2,), 16 * manifest.bytes_per_token)
+    calls = {"generate", "decode", "score", "truncate", "fork", "close", "stats"}
+    assert set(table) == calls | {"attention", "snapshot", "restore"}
+    sizes_of = {"V": 97, "T": -1, "heads": 4, "entries": 96}
     for name, spec in table.items():
         definition = definitions[name]
         assert set(definition.inputs) == set(spec.inputs)

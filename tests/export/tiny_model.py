@@ -91,6 +91,7 @@ def logits(
     stored: Callable[[np.ndarray], np.ndarray] = lambda x: x,
     config: DecoderConfig = CONFIG,
     weights: dict[str, np.ndarray] = WEIGHTS,
+    watch: Callable[[np.ndarray], object] = lambda share: None,
 ) -> np.ndarray:
     """Logits ``[T, V]`` of a whole sequence.
 
@@ -100,6 +101,7 @@ def logits(
         stored: What keys and values ``[..., H]`` read as once a codec wrote them.
         config: Architecture.
         weights: Canonical weights.
+        watch: Gets each layer's attention ``[N, T, T]``.
     """
     w = {name: value.astype(np.float64) for name, value in weights.items()}
     count = len(tokens)
@@ -115,6 +117,7 @@ def logits(
         scores = np.where(mask, scores, -np.inf)
         share = np.exp(scores - scores.max(-1, keepdims=True))
         share /= share.sum(-1, keepdims=True)
+        watch(share)
         seen = np.einsum("nts,snh->tnh", share, v)
         x = x + np.einsum("tnh,nhd->td", seen, w[p + "attention_output"])
         h = _rms(x, w[p + "feedforward_norm"], config)
@@ -122,6 +125,13 @@ def logits(
         x = x + (gate / (1 + np.exp(-gate)) * (h @ w[p + "up"])) @ w[p + "down"]
     out = w["token_embedding"] if config.tie_embeddings else w["output"]
     return _rms(x, w["final_norm"], config) @ out.T
+
+
+def attention_weights(tokens: Sequence[int], layer: int, sees: Sees = everything) -> np.ndarray:
+    """Attention ``[N, T, T]`` of a whole sequence in one layer, query by key."""
+    found: list[np.ndarray] = []
+    logits(tokens, sees, watch=found.append)
+    return found[layer]
 
 
 def _rms(x: np.ndarray, scale: np.ndarray, config: DecoderConfig) -> np.ndarray:

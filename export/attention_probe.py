@@ -1,0 +1,109 @@
+"""Attention weights of chosen positions, for pictures."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tfkv.export.decoder import PackedDecoder
+from tfkv.layers import attention
+from tfkv.layers.attention import Partial
+from tfkv.layers.codecs import FloatCodec
+from tfkv.layers.shapes import keep_shape
+
+_FRESH = FloatCodec("float32")
+
+
+class AttentionProbe:
+    """Computes one token of each row again, up to a layer, and looks at what it attends to.
+
+    It reads the pool and writes nothing. It runs outside XLA: pictures are rare, and nothing
+    is compiled for them when an artifact is loaded.
+
+    Args:
+        decoder: The model over its pool.
+    """
+
+    def __init__(self, decoder: PackedDecoder) -> None:
+        self._decoder = decoder
+
+    def __call__(
+        self,
+        token: tf.Tensor,
+        position: tf.Tensor,
+        layer: tf.Tensor,
+        table: tf.Tensor,
+        filled: tf.Tensor,
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Weights of each row's query.
+
+        Args:
+            token: int32 ``[B]``, the token at `position`.
+            position: int32 ``[B]``; −1 = a row that looks at nothing.
+            layer: int32 ``[B]``.
+            table: int32 ``[B, columns]``, block-table rows.
+            filled: int32 ``[B]``, most positions that were ever on the row's pages.
+
+        Returns:
+            Weights float32 ``[B, N, S]``, and the position that each entry holds, int32
+            ``[B, S]``, −1 where it is empty.
+        """
+        decoder, layout = self._decoder, self._decoder.geometry.layout
+        entries = layout.positions_of(tf.maximum(filled, position + 1))
+        own = tf.range(layout.entries) == layout.entry_of(position)[:, tf.newaxis]
+        entries = tf.where(own, position[:, tf.newaxis], entries)
+        query, key = self._project(token, position, layer, table)
+        scores = decoder.pool.codec.scores(query, self._keys(table, layer))
+        alone = _FRESH.scores(query, {"codes": key})
+        scores = tf.where(own[:, tf.newaxis, tf.newaxis], alone, scores)
+        mask = decoder.geometry.mask(position[:, tf.newaxis], entries)
+        weights = attention.attention_weights(scores, mask)
+        shape = [tf.size(position), decoder.config.num_query_heads, layout.entries]
+        return tf.reshape(weights, shape), entries
+
+    def _project(
+        self, token: tf.Tensor, position: tf.Tensor, layer: tf.Tensor, table: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Grouped query ``[B, K, G, H]`` and key ``[B, K, 1, H]`` of the token in its layer."""
+        decoder = self._decoder
+        weights, parts = decoder.read_weights(), decoder.pool.read()
+        queries_at = position[:, tf.newaxis]
+        angles = decoder.angles(queries_at)
+        scan = decoder.scan(table, tf.maximum(position, 0), position >= 0)
+        mask = decoder.geometry.mask(queries_at, queries_at)
+
+        def attend(at: tf.Tensor, q: tf.Tensor, k: tf.Tensor, v: tf.Tensor) -> Partial:
+            here = attention.attend(q, {"codes": k}, {"codes": v}, mask, _FRESH)
+            return attention.merge(decoder.attend_pages(parts, at, q, queries_at, scan), here)
+
+        def body(
+            at: tf.Tensor, x: tf.Tensor, query: tf.Tensor, key: tf.Tensor
+        ) -> tuple[tf.Tensor, ...]:
+            after, q, k, _ = decoder.block(weights, at, x, angles, attend)
+            wanted = (layer == at)[:, tf.newaxis, tf.newaxis, tf.newaxis]
+            query, key = tf.where(wanted, q, query), tf.where(wanted, k, key)
+            return at + 1, keep_shape(after, x), query, key
+
+        x = tf.gather(weights.embedding, token)[:, tf.newaxis]
+        config, rows = decoder.config, tf.size(token)
+        heads, width = config.num_key_value_heads, config.head_dim
+        query = tf.zeros([rows, heads, config.num_query_heads // heads, width])
+        key = tf.zeros([rows, heads, 1, width])
+        last = tf.reduce_max(layer)
+        state = (tf.constant(0), x, query, key)
+        _, _, query, key = tf.while_loop(lambda at, *_: at <= last, body, state)
+        return query, key
+
+    def _keys(self, table: tf.Tensor, layer: tf.Tensor) -> dict[str, tf.Tensor]:
+        """Coded keys of all entries in each row's layer, parts ``[B, K, S, ...]``."""
+        pool, layout = self._decoder.pool, self._decoder.geometry.layout
+        rows, columns = tf.shape(table)[0], table.shape[1]
+        layers = tf.repeat(layer, columns)
+        keys, _ = pool.gather(pool.read(), tf.reshape(table, [-1]), layers)
+
+        def join(part: tf.Tensor) -> tf.Tensor:
+            heads, size, *rest = part.shape[1:]
+            pages = tf.reshape(part, [rows, columns, heads, size, *rest])
+            pages = tf.transpose(pages, [0, 2, 1, 3, *range(4, 4 + len(rest))])
+            return tf.reshape(pages, [rows, heads, layout.entries, *rest])
+
+        return {name: join(part) for name, part in keys.items()}

@@ -1,0 +1,204 @@
+"""Sessions out of and into the graph, a page at a time."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from tfkv.errors import INPUT_NUMBERS, Status
+from tfkv.export.geometry import CacheGeometry
+from tfkv.export.history import History
+from tfkv.export.page_pool import PagePool
+from tfkv.export.page_table import PageTable
+from tfkv.export.plan import Refusal, Remembered
+from tfkv.export.rows import NO_LOGPROB, STOPPED
+from tfkv.export.session_table import Names, SessionTable, first_of_session
+
+
+class Piece(NamedTuple):
+    """One page of a session, each ``[B, ...]``.
+
+    Attributes:
+        page: int32, which page of the session, from 0.
+        held: int32, tokens that the whole session holds.
+        filled: int32, positions of it that are on pages.
+        tokens: int32 ``[B, C]``.
+        kinds: int32 ``[B, C]``.
+        logprobs: float32 ``[B, C]``.
+        data: uint8 ``[B, bytes]``, keys and values of all layers as they are stored.
+    """
+
+    page: tf.Tensor
+    held: tf.Tensor
+    filled: tf.Tensor
+    tokens: tf.Tensor
+    kinds: tf.Tensor
+    logprobs: tf.Tensor
+    data: tf.Tensor
+
+
+class PageCopies:
+    """Reads pages of sessions, and makes sessions of them again.
+
+    Every piece leaves a valid session: the first pages of the one that was read. A session
+    that has overwritten its oldest tokens, or forgotten them, cannot be read.
+
+    Args:
+        sessions: The session table.
+        history: What sessions said.
+        table: Whose pages are whose.
+        pool: The pages.
+        geometry: Where tokens lie.
+        vocabulary: Token ids are below it.
+    """
+
+    def __init__(
+        self,
+        sessions: SessionTable,
+        history: History,
+        table: PageTable,
+        pool: PagePool,
+        geometry: CacheGeometry,
+        vocabulary: int,
+    ) -> None:
+        self._sessions = sessions
+        self._history = history
+        self._table = table
+        self._pool = pool
+        self._geometry = geometry
+        self._size = geometry.page_size
+        self._vocabulary = vocabulary
+        #: Most tokens a session can have to be copied.
+        self.limit = min(geometry.layout.entries, geometry.positions, history.size)
+
+    def read(self, names: Names, page: tf.Tensor) -> tuple[Piece, Refusal]:
+        """A page of each session, under the lock; a refused row gets zeros."""
+        zeros = tf.zeros_like(page)
+        refusal = Refusal(zeros, zeros).when(names.probes(), Status.INVALID, 1)
+        refusal = refusal.when(page < 0, Status.INVALID, INPUT_NUMBERS["page"])
+        self._sessions.reap()
+        found = tf.cast(self._sessions.find(names), tf.int32)
+        slot = tf.where(found < 0, self._sessions.slots, found)
+        stored = self._history.recall(slot, found < 0)
+        refusal = refusal.when(found < 0, Status.UNKNOWN, 0)
+        refusal = refusal.when(stored.held == 0, Status.EMPTY, 0)
+        refusal = refusal.when(stored.reached > self.limit, Status.NOT_REVERSIBLE, self.limit)
+        refusal = refusal.when(page >= self._pages(stored.held), Status.GAP, stored.held)
+        ok = refusal.status == Status.OK
+        page = tf.where(ok, page, 0)
+        column = self._geometry.column_of(page)
+        physical = tf.gather(self._table.variables.table.read(), slot)
+        physical = tf.where(ok, tf.gather(physical, column, batch_dims=1), 0)
+        places = page[:, tf.newaxis] * self._size + tf.range(self._size)
+        live = ok[:, tf.newaxis] & (places < stored.held[:, tf.newaxis])
+        at = places % self._history.size
+
+        def said(values: tf.Tensor, nothing: float) -> tf.Tensor:
+            return tf.where(
+                live, tf.gather(values, at, batch_dims=1), tf.cast(nothing, values.dtype)
+            )
+
+        data = tf.where((physical > 0)[:, tf.newaxis], self._pool.read_bytes(physical), 0)
+        piece = Piece(
+            page,
+            stored.held,
+            stored.filled,
+            said(stored.tokens, 0),
+            said(stored.kinds, 0),
+            said(stored.logprobs, NO_LOGPROB),
+            data,
+        )
+        return piece, refusal
+
+    def write(
+        self, names: Names, piece: Piece, refusal: Refusal, ttl_ms: tf.Tensor, pin: tf.Tensor
+    ) -> tuple[tf.Tensor, Refusal, tf.Tensor]:
+        """Adds a page to each session, under the lock.
+
+        Args:
+            names: The sessions; page 0 makes them.
+            piece: What to add.
+            refusal: Rows that are refused already.
+            ttl_ms: int64 ``[B]``.
+            pin: int32 ``[B]``.
+
+        Returns:
+            Tokens the session holds, who was refused, and which rows made a session.
+        """
+        now = self._sessions.reap()
+        spare = self._sessions.slots
+        refusal = self._check(names, piece, refusal)
+        begin = piece.page * self._size
+        end = tf.minimum(begin + self._size, piece.held)
+        found = tf.cast(self._sessions.find(names), tf.int32)
+        stored = self._history.recall(tf.where(found < 0, spare, found), found < 0)
+        refusal = refusal.when((found < 0) & (piece.page > 0), Status.UNKNOWN, 0)
+        refusal = self._compare(piece, stored, begin, end, refusal)
+        first = first_of_session(names.keys(), refusal.status == Status.OK)
+        refusal = refusal.when(first != tf.range(tf.size(first)), Status.BUSY, first)
+        filled = tf.minimum(end, piece.filled)
+        adds = (refusal.status == Status.OK) & (stored.held <= begin)
+        page, refusal = self._table.append(
+            adds & (filled > begin), refusal, self._sessions.retry_after(now)
+        )
+        opens = (refusal.status == Status.OK) & (found < 0)
+        made, _, refusal = self._sessions.open(names, opens, refusal, now)
+        served = refusal.status == Status.OK
+        adds &= served
+        slot = tf.where(found < 0, made, found)
+        target = tf.where(adds, slot, spare)
+        page = tf.where(adds, page, 0)
+        self._table.put(target, self._geometry.column_of(piece.page), page)
+        self._pool.write_bytes(page, piece.data)
+        places = begin[:, tf.newaxis] + tf.range(self._size)
+        places = tf.where(adds[:, tf.newaxis] & (places < end[:, tf.newaxis]), places, -1)
+        self._history.write(target, places, piece.tokens, piece.kinds, piece.logprobs)
+        self._history.publish(target, end, filled, tf.maximum(stored.reached, end))
+        self._sessions.renew(tf.where(served, slot, spare), served, now, ttl_ms, pin)
+        held = tf.where(adds, end, stored.held)
+        return held, refusal, made >= 0
+
+    def _check(self, names: Names, piece: Piece, refusal: Refusal) -> Refusal:
+        """Refuses pieces that no session can have."""
+        places = piece.page[:, tf.newaxis] * self._size + tf.range(self._size)
+        live = places < piece.held[:, tf.newaxis]
+        odd_token = (piece.tokens < 0) | (piece.tokens >= self._vocabulary)
+        odd_kind = (piece.kinds < 0) | (piece.kinds > STOPPED)
+        behind = piece.held - piece.filled
+        wrong = {
+            "session_id": names.probes(),
+            "page": (piece.page < 0) | (piece.page >= self._pages(piece.held)),
+            "held": piece.held < 1,
+            "filled": (behind < 0) | (behind > 1),
+            "tokens": tf.reduce_any(live & odd_token, axis=1),
+            "kinds": tf.reduce_any(live & odd_kind, axis=1),
+            "logprobs": tf.reduce_any(live & ~(piece.logprobs <= NO_LOGPROB), axis=1),
+        }
+        for name, holds in wrong.items():
+            refusal = refusal.when(holds, Status.INVALID, INPUT_NUMBERS[name])
+        return refusal.when(piece.held > self.limit, Status.OVERFLOW, self.limit)
+
+    def _compare(
+        self,
+        piece: Piece,
+        stored: Remembered,
+        begin: tf.Tensor,
+        end: tf.Tensor,
+        refusal: Refusal,
+    ) -> Refusal:
+        """A piece goes on where the session ends, or says what it holds already."""
+        refusal = refusal.when(begin > stored.held, Status.GAP, stored.held)
+        places = begin[:, tf.newaxis] + tf.range(self._size)
+        known = tf.gather(stored.tokens, places % self._history.size, batch_dims=1)
+        shared = tf.minimum(end, stored.held)[:, tf.newaxis]
+        differs = (places < shared) & (known != piece.tokens)
+        first = tf.reduce_min(tf.where(differs, places, 2**31 - 1), axis=1)
+        refusal = refusal.when(tf.reduce_any(differs, axis=1), Status.CONFLICT, first)
+        # Half of a page, or a last token without keys, is another conversation's state.
+        partly = (stored.held < end) & ((stored.held > begin) | (stored.filled < begin))
+        return refusal.when(partly, Status.CONFLICT, stored.held)
+
+    def _pages(self, held: tf.Tensor) -> tf.Tensor:
+        """Pages that tokens lie on."""
+        return -tf.math.floordiv(-held, self._size)
