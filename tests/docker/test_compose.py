@@ -119,9 +119,31 @@ def test_monitoring_configuration_parses(folder: pathlib.Path) -> None:
     parsed = text_format.Parse(text, monitoring_config())
     assert parsed.prometheus_config.enable
     scraped = yaml.safe_load((folder / "prometheus.yml").read_text(encoding="utf-8"))
-    (job,) = scraped["scrape_configs"]
+    jobs = {job["job_name"]: job for job in scraped["scrape_configs"]}
+    job = jobs.pop("tensorflow-serving")
     assert job["metrics_path"] == parsed.prometheus_config.path
     assert job["static_configs"] == [{"targets": ["serving:8501"]}]
+    (job,) = jobs.values()
+    assert job["static_configs"] == [{"targets": ["metrics:9464"]}]
+
+
+def test_metrics_container_runs_a_command_there_is(
+    folder: pathlib.Path, services: dict[str, Any]
+) -> None:
+    import typer.main
+
+    from tfkv._version import __version__
+    from tfkv.cli import app
+
+    metrics = services["metrics"]
+    assert metrics["image"] == f"tfkv-metrics:{__version__}"
+    name, *options = metrics["command"]
+    known = {o for p in typer.main.get_command(app).commands[name].params for o in p.opts}
+    assert {option.partition("=")[0] for option in options} <= known
+    recipe = folder.parent / metrics["build"]["dockerfile"]
+    copied = re.findall(r"^COPY (.+) \S+$", recipe.read_text(encoding="utf-8"), re.MULTILINE)
+    for source in " ".join(copied).split():
+        assert (folder.parent / source).exists(), source
 
 
 def monitoring_config() -> Any:
