@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     )
     from tfkv.serving.generation import Generation, Result, Sampling
     from tfkv.serving.retry import Retry
+    from tfkv.serving.saved_session import SavedSession
     from tfkv.serving.session import Session
     from tfkv.serving.text import ChatTemplate, Detokenizer, Tokenizer
 
@@ -39,6 +40,7 @@ _HOMES = {
     "Result": "generation",
     "Retry": "retry",
     "Sampling": "generation",
+    "SavedSession": "saved_session",
     "Session": "session",
     "SessionError": "failures",
     "TextError": "failures",
@@ -60,6 +62,7 @@ __all__ = [
     "Result",
     "Retry",
     "Sampling",
+    "SavedSession",
     "Session",
     "SessionError",
     "TextError",

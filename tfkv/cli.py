@@ -501,6 +501,55 @@ def metrics(
             bridge.serve(port, host, on_ready=_announce_page, stop=stop)
 
 
+sessions = typer.Typer(no_args_is_help=True, help="Keeps sessions as files, a file each.")
+app.add_typer(sessions, name="sessions")
+Sessions = Annotated[
+    pathlib.Path, typer.Argument(help="Directory of the files.", metavar="DIR", file_okay=False)
+]
+Tenant = Annotated[str, typer.Option(help="Owner of the sessions.")]
+
+
+@sessions.command("dump")
+def dump_sessions(
+    directory: Sessions,
+    ids: Annotated[list[str], typer.Argument(help="Ids of the sessions.", metavar="ID...")],
+    tenant: Tenant = "",
+    target: Target = "127.0.0.1:8500",
+    model: Model = "tfkv",
+    timeout: Timeout = 120.0,
+) -> None:
+    """Writes sessions of a served artifact to files, to load them after a restart."""
+    from tfkv.serving import Client, SavedSession
+    from tfkv.serving.saved_session import file_name
+
+    directory.mkdir(parents=True, exist_ok=True)
+    with Client(target, model, tenant=tenant, timeout=timeout) as client:
+        for name in ids:
+            saved = SavedSession.read(client, name)
+            path = directory / file_name(name)
+            saved.save(path)
+            typer.echo(f"{path}: {saved.held} tokens")
+
+
+@sessions.command("load")
+def load_sessions(
+    directory: Sessions,
+    ttl_ms: Annotated[int, typer.Option(min=0, help="Idle lifetime, 0 = the artifact's.")] = 0,
+    tenant: Tenant = "",
+    target: Target = "127.0.0.1:8500",
+    model: Model = "tfkv",
+    timeout: Timeout = 120.0,
+) -> None:
+    """Brings sessions of files back; the artifact must have the same weights and cache."""
+    from tfkv.serving import Client, SavedSession
+
+    with Client(target, model, tenant=tenant, timeout=timeout) as client:
+        for path in sorted(directory.glob("*.npz")):
+            saved = SavedSession.load(path)
+            saved.restore(client, ttl_ms=ttl_ms)
+            typer.echo(f"{saved.session_id}: {saved.held} tokens")
+
+
 def _announce_page(address: str) -> None:
     typer.echo(f"Metrics: {address}")
     sys.stdout.flush()

@@ -20,7 +20,7 @@ from tfkv.config import DecoderConfig, EngineConfig
 from tfkv.errors import ConfigError, ModelSourceError, ServerError
 from tfkv.manifest import MANIFEST_PATH, STATS, TOKENIZER_PATH, Manifest, signature_table
 
-COMMANDS = ["export", "serve", "generate", "chat", "inspect", "stats", "metrics"]
+COMMANDS = ["export", "serve", "generate", "chat", "inspect", "stats", "metrics", "sessions"]
 
 
 def run(*arguments, **options):
@@ -380,6 +380,51 @@ def test_stats_table_and_json(client):
     text = plain(run("stats").stdout)
     assert re.search(rf"slots\s+8\s+{STATS['slots']}", text)
     assert json.loads(run("stats", "--json").stdout) == {"slots": 8, "epoch": 12}
+
+
+class PageShelf:
+    """A server that keeps one page a session, by tenant and name."""
+
+    pages: dict = {}
+
+    def __init__(self, target, model, *, tenant="", timeout):
+        self.tenant = tenant
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def predict(self, signature, inputs, timeout=None):
+        key = (inputs["tenant"][0], inputs["session_id"][0])
+        if signature == "restore":
+            self.pages[key] = dict(inputs)
+        status = np.array([0 if key in self.pages else 3])
+        return self.pages.get(key, {}) | {"status": status, "detail": np.array([0])}
+
+
+def test_sessions_are_dumped_and_loaded(monkeypatch, tmp_path):
+    import tfkv.serving
+
+    monkeypatch.setitem(vars(tfkv.serving), "Client", PageShelf)
+    numbers = np.arange(4, dtype=np.int32)[np.newaxis]
+    page = {name: numbers for name in ("tokens", "kinds", "logprobs", "data")}
+    page |= {name: np.array([3]) for name in ("held", "filled")}
+    PageShelf.pages = {
+        (b"one", name): page | {"fingerprint": np.array([b"f"], object)} for name in (b"a/b", b"c")
+    }
+    result = run("sessions", "dump", tmp_path / "kept", "a/b", "c", "--tenant", "one")
+    assert result.exit_code == 0
+    assert result.stdout.count(": 3 tokens") == 2
+    PageShelf.pages = {}
+    result = run("sessions", "load", tmp_path / "kept", "--tenant", "two", "--ttl-ms", "7")
+    assert result.stdout.splitlines() == ["a/b: 3 tokens", "c: 3 tokens"]
+    assert set(PageShelf.pages) == {(b"two", b"a/b"), (b"two", b"c")}
+    assert all(page["ttl_ms"] == [7] for page in PageShelf.pages.values())
+    refused = run("sessions", "dump", tmp_path / "kept", "nobody")
+    assert refused.exit_code == 1
+    assert "UNKNOWN" in refused.stderr
 
 
 def test_metrics_once(client):
