@@ -329,8 +329,9 @@ class Engine(tf.Module):
         # A ring that was longer once still holds what it held then.
         wrapped = stored.reached > self.geometry.layout.entries
         written = tf.where(wrapped, tf.maximum(stored.reached - 1, stored.filled), stored.filled)
+        token = self.history.reader()(slot, tf.maximum(position, 0)[:, tf.newaxis])[:, 0]
         weights, entries = self._probe(
-            self.history.reader()(slot, tf.maximum(position, 0)[:, tf.newaxis])[:, 0],
+            tf.where(ok, token, 0),
             position,
             tf.where(ok, layer, 0),
             table,

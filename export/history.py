@@ -126,9 +126,7 @@ class History:
             copied = tf.tensor_scatter_nd_update(value, rows, tf.gather(value, source))
             variable.assign(copied)
 
-    def first_difference(
-        self, first: Remembered, second: Remembered, stop: tf.Tensor
-    ) -> tf.Tensor:
+    def first_difference(self, first: Remembered, second: Remembered, stop: tf.Tensor) -> tf.Tensor:
         """First position below `stop` where two sessions differ, or `stop`; int32 ``[B]``.
 
         Where the second has ended counts as different, and what is forgotten as equal.

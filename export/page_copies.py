@@ -165,6 +165,8 @@ class PageCopies:
         live = places < piece.held[:, tf.newaxis]
         odd_token = (piece.tokens < 0) | (piece.tokens >= self._vocabulary)
         odd_kind = (piece.kinds < 0) | (piece.kinds > STOPPED)
+        # Not `~(x <= 1)`: the graph optimiser makes that `x > 1`, which NaN passes.
+        odd_logprob = tf.math.is_nan(piece.logprobs) | (piece.logprobs > NO_LOGPROB)
         behind = piece.held - piece.filled
         wrong = {
             "session_id": names.probes(),
@@ -173,7 +175,7 @@ class PageCopies:
             "filled": (behind < 0) | (behind > 1),
             "tokens": tf.reduce_any(live & odd_token, axis=1),
             "kinds": tf.reduce_any(live & odd_kind, axis=1),
-            "logprobs": tf.reduce_any(live & ~(piece.logprobs <= NO_LOGPROB), axis=1),
+            "logprobs": tf.reduce_any(live & odd_logprob, axis=1),
         }
         for name, holds in wrong.items():
             refusal = refusal.when(holds, Status.INVALID, INPUT_NUMBERS[name])
