@@ -96,6 +96,7 @@ class ServerProcess:
         self.target = f"127.0.0.1:{self.port}"
         self.url = f"http://127.0.0.1:{self.rest_port}/v1/models/tfkv"
         self.seconds_to_ready = 0.0
+        self.memory_when_ready: dict[str, int] = {}
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> ServerProcess:
@@ -111,6 +112,7 @@ class ServerProcess:
         )
         _wait_for_line(self._process, r"^Serving tfkv: gRPC ", timeout=240)
         self.seconds_to_ready = time.monotonic() - begin
+        self.memory_when_ready = self.memory()
         return self
 
     def kill(self) -> None:
