@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.saved_model import loader_impl
 
 from tfkv.errors import ExportError, Status
 from tfkv.export.importers import ModelSource
@@ -32,7 +33,8 @@ class LoadedArtifact:
         graph = tf.Graph()
         self._session = tf.compat.v1.Session(graph=graph)
         with graph.as_default():
-            meta = tf.compat.v1.saved_model.load(self._session, ["serve"], str(version_dir))
+            # The loader behind `tf.compat.v1.saved_model.load`, which warns of its age.
+            meta = loader_impl.SavedModelLoader(str(version_dir)).load(self._session, ["serve"])
         self._signatures = dict(meta.signature_def)
 
     def __enter__(self) -> LoadedArtifact:
