@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import pathlib
 import shutil
@@ -18,6 +19,7 @@ from tfkv.export.importers import ModelSource, load
 from tfkv.export.signatures import build_signatures
 from tfkv.export.verification import verify
 from tfkv.export.warmup import write_warmup
+from tfkv.layers.cache_spec import CacheSpec
 from tfkv.manifest import (
     MANIFEST_PATH,
     MAX_STOP_TOKENS,
@@ -61,12 +63,13 @@ def export(
         ExportError: The artifact does not answer as the model does; nothing is left.
     """
     report = progress or (lambda stage, done, total: None)
+    config = engine or EngineConfig()
+    # Refused before a model is read, and written in one way however it was asked for.
+    spec = CacheSpec.parse(config.cache if cache is None else cache)
+    config = dataclasses.replace(config, cache=str(spec))
     report("import", 0, 1)
     model = load(source)
     report("import", 1, 1)
-    config = engine or EngineConfig()
-    if cache is not None:
-        config = EngineConfig.from_dict({**config.to_dict(), "cache": cache})
     root = pathlib.Path(out_dir)
     root.mkdir(parents=True, exist_ok=True)
     stage = pathlib.Path(tempfile.mkdtemp(prefix=".writing-", dir=root))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import pathlib
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -39,7 +40,8 @@ def load_tensorflow() -> None:
     """Imports TensorFlow without the messages of its C++ start, unless they are asked for.
 
     It writes them to standard error before it reads ``TF_CPP_MIN_LOG_LEVEL``. The variable's
-    value 0 keeps them, and so does an import that fails.
+    value 0 keeps them, and so does an import that fails. Where there is no GPU, the search
+    for one is muted too.
 
     Raises:
         ModuleNotFoundError: It is not installed.
@@ -52,7 +54,9 @@ def load_tensorflow() -> None:
     with tempfile.TemporaryFile() as messages:
         os.dup2(messages.fileno(), 2)
         try:
-            importlib.import_module("tensorflow")
+            tensorflow = importlib.import_module("tensorflow")
+            if not any(pathlib.Path("/dev").glob("nvidia*")):
+                tensorflow.config.list_physical_devices("GPU")
         except BaseException:
             messages.seek(0)
             os.write(kept, messages.read())

@@ -15,7 +15,7 @@ from tiny_model import CONFIG, WEIGHTS, greedy, text
 
 from tfkv.config import DecoderConfig, EngineConfig
 from tfkv.errors import ArtifactError, ConfigError, ExportError
-from tfkv.export import Engine, LoadedArtifact, export, exporter, verification
+from tfkv.export import Engine, LoadedArtifact, export, exporter
 from tfkv.manifest import MANIFEST_PATH, WARMUP_PATH, Manifest, signature_table
 
 WEIGHT_BYTES = sum(value.nbytes for value in WEIGHTS.values())
@@ -134,20 +134,12 @@ def test_smallest_engine_exports_and_verifies(tmp_path, small_engine):
 def test_failed_verification_leaves_nothing(tmp_path, monkeypatch, small_engine, damage):
     source = tiny_model.source()
     if damage == "other weights":
-        other = tiny_model.make_weights(seed=1)
-        monkeypatch.setattr(
-            verification,
-            "_through_cache",
-            lambda _, tokens: tiny_model.logits(tokens, weights=other),
-        )
+        other = dataclasses.replace(source, weights=tiny_model.make_weights(seed=1))
+        verify = exporter.verify
+        monkeypatch.setattr(exporter, "verify", lambda _, *rest: verify(other, *rest))
         match = "logits differ"
     else:
-        call = LoadedArtifact.call
-        monkeypatch.setattr(
-            LoadedArtifact,
-            "call",
-            lambda self, *a, **k: {**call(self, *a, **k), "status": np.array([7])},
-        )
+        monkeypatch.setattr(LoadedArtifact, "call", lambda *_, **__: {"status": np.array([7])})
         match = "OVERFLOW, expected OK"
     with pytest.raises(ExportError, match=match):
         export(source, tmp_path, small_engine)

@@ -54,7 +54,11 @@ class Reference:
 
 
 def assert_same_tokens(
-    tokens: Sequence[int], expected: Sequence[int], logits: np.ndarray, what: str = ""
+    tokens: Sequence[int],
+    expected: Sequence[int],
+    logits: np.ndarray,
+    what: str = "",
+    near_tie: float = NEAR_TIE,
 ) -> None:
     """Fails unless the tokens are the expected ones up to the reference's first near tie.
 
@@ -64,6 +68,7 @@ def assert_same_tokens(
         logits: float32 ``[T, V]`` of the reference; the last rows are those that `expected`
             was sampled from, the very last one stands behind it.
         what: Names the case.
+        near_tie: Gap of the two best logits at which either may be chosen.
     """
     assert len(tokens) == len(expected), what
     rows = logits[-len(expected) - 1 : -1]
@@ -71,7 +76,7 @@ def assert_same_tokens(
         if token != other:
             best = np.sort(row)[-2:]
             gap = float(best[1] - best[0])
-            assert gap <= NEAR_TIE, f"{what}: token {step} is {token}, not {other}; gap {gap:.1e}"
+            assert gap <= near_tie, f"{what}: token {step} is {token}, not {other}; gap {gap:.1e}"
             return  # both continuations are right
 
 
@@ -96,6 +101,7 @@ class ServerProcess:
         self.target = f"127.0.0.1:{self.port}"
         self.url = f"http://127.0.0.1:{self.rest_port}/v1/models/tfkv"
         self.seconds_to_ready = 0.0
+        self.memory_when_ready: dict[str, int] = {}
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> ServerProcess:
@@ -111,6 +117,7 @@ class ServerProcess:
         )
         _wait_for_line(self._process, r"^Serving tfkv: gRPC ", timeout=240)
         self.seconds_to_ready = time.monotonic() - begin
+        self.memory_when_ready = self.memory()
         return self
 
     def kill(self) -> None:

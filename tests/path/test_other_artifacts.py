@@ -131,14 +131,15 @@ def test_an_int8_cache_answers_nearly_alike(
     gap = scores[1:] - exact[np.arange(len(text) - 1), text[1:]]
     print(f"\nint8: mean shift of a logprob {gap.mean():.1e}, mean size {np.abs(gap).mean():.1e}")
     assert abs(gap.mean()) <= 5e-3
-    assert np.abs(gap).mean() <= 3e-2
-    # One session, its cache read back: the same however it was cut, and in a batch.
+    assert np.abs(gap).mean() <= 5e-2
+    # However the prompt is cut, up to what the codec costs.
     whole = greedy(client, prompts[3], 32)
     with client.session() as session:
         for start in range(0, len(prompts[3]), 7):
             session.generate(prompts[3][start : start + 7], 0, stream=False)
         tokens = session.generate([], 32, stop_tokens=(), stream=False).result.tokens
-    assert tokens == whole
+    logits = oracle_logits(prompts[3] + whole)
+    assert_same_tokens(tokens, whole, logits, "pieces of 7", near_tie=0.5)
 
 
 def test_without_xla_the_answers_are_the_same(

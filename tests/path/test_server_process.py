@@ -16,14 +16,16 @@ def test_resident_size_and_seconds_to_ready(
     """Weights are held once, the pool is the pool; 700 MB for TensorFlow and the compiler."""
     weights = (latest_version(artifact) / "variables/variables.data-00000-of-00001").stat().st_size
     pool = client.stats()["bytes_pool"]
-    memory = server.memory()
+    memory, now = server.memory_when_ready, server.memory()["VmRSS"]
     resident, bound = memory["VmRSS"], 1.3 * weights + pool + 700e6
     print(
         f"\nready in {server.seconds_to_ready:.0f} s; resident {resident / 1e6:.0f} MB "
-        f"(anonymous {memory['RssAnon'] / 1e6:.0f}), peak {memory['VmHWM'] / 1e6:.0f}; "
+        f"(anonymous {memory['RssAnon'] / 1e6:.0f}), peak {memory['VmHWM'] / 1e6:.0f}, "
+        f"now {now / 1e6:.0f}; "
         f"bound {bound / 1e6:.0f} = 1.3 * {weights / 1e6:.0f} + {pool / 1e6:.0f} + 700"
     )
     assert resident <= bound
+    assert now <= bound + 200e6, "calls must not pile up memory"
 
 
 def test_the_pool_is_not_on_disk(client: Client, artifact: pathlib.Path):

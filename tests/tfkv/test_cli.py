@@ -239,7 +239,11 @@ def test_the_command_starts_without_tensorflow():
 
 @pytest.mark.parametrize("level", ["0", "2"])
 def test_tensorflow_starts_silently_unless_asked(level, tmp_path):
-    (tmp_path / "tensorflow.py").write_text("import os; os.write(2, b'noise')", encoding="utf-8")
+    fake = (
+        "import os, types; os.write(2, b'noise'); "
+        "config = types.SimpleNamespace(list_physical_devices=lambda kind: os.write(2, b'GPU'))"
+    )
+    (tmp_path / "tensorflow.py").write_text(fake, encoding="utf-8")
     code = "import os, tfkv.terminal as t; t.load_tensorflow(); os.write(2, b'after')"
     result = subprocess.run(
         [sys.executable, "-c", code],
