@@ -113,7 +113,7 @@ class SessionModel:
                     answer = early[index]
             elif early[index].status != Status.OK:
                 answer = early[index]
-            elif row.key not in self.sessions and (refused := self._no_room(row.key, opened)):
+            elif row.key not in self.sessions and (refused := self.no_room(row.key, opened)):
                 answer = refused
             else:
                 answer = self._plan(signature, row)
@@ -133,7 +133,7 @@ class SessionModel:
                 return Expected(Status.EMPTY)
         return Expected()
 
-    def _no_room(self, key: Key, opened: Sequence[Key]) -> Expected | None:
+    def no_room(self, key: Key, opened: Sequence[Key] = ()) -> Expected | None:
         """The refusal of a session that cannot be made."""
         quota = self.engine.tenant_sessions
         live = [*self.sessions, *opened]
@@ -249,7 +249,7 @@ class SessionModel:
             if differs < position:
                 return Expected(Status.CONFLICT, differs), 0
             return Expected(), len(there)
-        if refused := self._no_room(target, ()):
+        if refused := self.no_room(target):
             return refused, 0
         self.sessions[target] = Session(session.tokens[:position], session.kinds[:position])
         return Expected(), position
