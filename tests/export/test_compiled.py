@@ -158,7 +158,14 @@ def _call(engine: Engine, rows: int) -> tuple:
         ttl_ms=row(0, tf.int64),
     )
     admission = Admission(
-        tf.range(rows), row(True, tf.bool), tf.range(rows), row(0), row(0), row(0, tf.int64)[:1]
+        slot=tf.range(rows),
+        fresh=row(True, tf.bool),
+        first=tf.range(rows),
+        status=row(0),
+        detail=row(0),
+        tenant=row(0, tf.int64),
+        retry_ms=row(0)[:1],
+        now_ms=row(0, tf.int64)[:1],
     )
     return request, admission, row(False, tf.bool)
 

@@ -83,7 +83,14 @@ def plan_all(cases: list[dict], budget: int = 10**6) -> Plan:
     )
     first = tf.constant([case.get("first", row) for row, case in enumerate(cases)])
     admission = Admission(
-        zeros, zeros > 0, first, column("refused"), column("why"), tf.zeros([1], tf.int64)
+        slot=zeros,
+        fresh=zeros > 0,
+        first=first,
+        status=column("refused"),
+        detail=column("why"),
+        tenant=tf.cast(zeros, tf.int64),
+        retry_ms=zeros[:1],
+        now_ms=tf.zeros([1], tf.int64),
     )
     stored = Remembered(
         column("held"), column("filled"), column("reached"), column("tokens"),
