@@ -234,7 +234,7 @@ def serve(
     """Serves an artifact until SIGTERM or Ctrl-C, as TensorFlow Serving does."""
     if batching_parameters_file is not None and not enable_batching:
         raise ConfigError("`--batching-parameters-file` needs `--enable-batching`.")
-    terminal.load_tensorflow()
+    terminal.load_tensorflow(keras=False)
     from tfkv.serving.server import Server, run
 
     with terminal.Steps() as steps:

@@ -36,16 +36,28 @@ def notes() -> Console:
     return Console(stderr=True, markup=False, highlight=False)
 
 
-def load_tensorflow() -> None:
+def load_tensorflow(keras: bool = True) -> None:
     """Imports TensorFlow without the messages of its C++ start, unless they are asked for.
 
     It writes them to standard error before it reads ``TF_CPP_MIN_LOG_LEVEL``. The variable's
     value 0 keeps them, and so does an import that fails. Where there is no GPU, the search
     for one is muted too.
 
+    Args:
+        keras: Whether Keras may come along, as it does by itself: 50 MB and half a second
+            that a server has no use for.
+
     Raises:
         ModuleNotFoundError: It is not installed.
     """
+    if not keras and "keras" not in sys.modules:
+        # TensorFlow takes an import that fails for a missing package.
+        sys.modules["keras"] = None  # type: ignore[assignment]
+        try:
+            load_tensorflow()
+        finally:
+            del sys.modules["keras"]
+        return
     if os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2") == "0":
         importlib.import_module("tensorflow")
         return

@@ -36,7 +36,7 @@ def plain(text):
 @pytest.fixture
 def no_tensorflow(monkeypatch):
     """Commands that would load TensorFlow, with a stand-in for what they call."""
-    monkeypatch.setattr(terminal, "load_tensorflow", lambda: None)
+    monkeypatch.setattr(terminal, "load_tensorflow", lambda keras=True: None)
 
 
 @pytest.fixture
@@ -252,6 +252,16 @@ def test_tensorflow_starts_silently_unless_asked(level, tmp_path):
         text=True,
     )
     assert result.stderr == ("noiseafter" if level == "0" else "after")
+
+
+def test_a_server_starts_without_keras():
+    code = (
+        "import sys, tfkv.terminal as t; t.load_tensorflow(keras=False); "
+        "import tfkv.serving.server; "
+        "print('keras' in sys.modules); import keras; print(keras.__name__)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.split() == ["False", "keras"], result.stderr
 
 
 class FakeGeneration:
