@@ -53,7 +53,6 @@ def test_a_restored_session_goes_on_as_the_first_would_have(caller_of, engine, l
     load(caller, second, pieces)
     answer = caller.generate(second, (), length)
     np.testing.assert_array_equal(answer["tokens"], expected["tokens"])
-    assert dump(caller, second)[0]["data"].tobytes() == dump(caller, second)[0]["data"].tobytes()
 
 
 def test_history_comes_back_with_its_kinds_and_logprobs(plain):
