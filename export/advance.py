@@ -16,7 +16,6 @@ from tfkv.export.page_pool import Parts
 from tfkv.export.page_table import Found, PageTable
 from tfkv.export.plan import Plan, Remembered, make_plan
 from tfkv.export.rows import NO_LOGPROB, SAMPLED, STOPPED, Admission, Answer, Request
-from tfkv.layers import attention
 from tfkv.layers.attention import Partial
 from tfkv.layers.shapes import keep_shape, shape_of
 
@@ -226,9 +225,8 @@ class Advance:
             here = (columns == loop.step)[:, tf.newaxis]
 
             def attend(layer: tf.Tensor, q: tf.Tensor, k: tf.Tensor, v: tf.Tensor) -> Partial:
-                pages = decoder.attend_pages(parts, layer, q, queries_at, scan)
                 fresh = decoder.attend_step(loop.fresh, layer, Fresh(k, v), here, mask, q)
-                return attention.merge(pages, fresh)
+                return decoder.attend_pages(parts, layer, q, queries_at, scan, fresh)
 
             x = tf.gather(weights.embedding, loop.token)[:, tf.newaxis]
             x, new = decoder.layers(weights, x, queries_at, attend)

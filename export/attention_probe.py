@@ -73,7 +73,7 @@ class AttentionProbe:
 
         def attend(at: tf.Tensor, q: tf.Tensor, k: tf.Tensor, v: tf.Tensor) -> Partial:
             here = attention.attend(q, {"codes": k}, {"codes": v}, mask, _FRESH)
-            return attention.merge(decoder.attend_pages(parts, at, q, queries_at, scan), here)
+            return decoder.attend_pages(parts, at, q, queries_at, scan, here)
 
         def body(
             at: tf.Tensor, x: tf.Tensor, query: tf.Tensor, key: tf.Tensor

@@ -128,8 +128,10 @@ class PackedDecoder:
         queries: tf.Tensor,
         positions: tf.Tensor,
         scan: PageScan,
+        fresh: Partial,
     ) -> Partial:
-        """Attention of grouped ``queries [B, K, Q, H]`` over the pages of a scan."""
+        """Attention of grouped ``queries [B, K, Q, H]`` over the pages of a scan, and over
+        the tokens that `fresh` has seen already."""
         step = self.scan_pages
         rows = shape_of(queries)[0]
 
@@ -154,7 +156,7 @@ class PackedDecoder:
             return (index + 1, *map(keep_shape, merged, so_far))
 
         trips = (scan.count + step - 1) // step
-        state = (tf.constant(0), *attention.empty_partial(queries))
+        state = (tf.constant(0), *fresh)
         state = tf.while_loop(lambda index, *_: index < trips, body, state)
         return Partial(*state[1:])
 
@@ -314,7 +316,7 @@ class PackedDecoder:
 
         def attend(layer: tf.Tensor, q: tf.Tensor, k: tf.Tensor, v: tf.Tensor) -> Partial:
             here = attention.attend(q, {"codes": k}, {"codes": v}, mask, _FRESH)
-            return attention.merge(self.attend_pages(parts, layer, q, queries_at, scan), here)
+            return self.attend_pages(parts, layer, q, queries_at, scan, here)
 
         x = tf.gather(weights.embedding, tokens)[tf.newaxis]
         x, fresh = self.layers(weights, x, queries_at, attend)

@@ -90,7 +90,7 @@ class EngineReader:
             pool.read(),
             tokens,
             position + tf.range(tokens.shape[0]),
-            self._engine.table.read()[0],
+            tf.range(1, self._engine.geometry.columns + 1),  # no session is about
             position,
             filled=position,
         )
