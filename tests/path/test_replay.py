@@ -43,7 +43,8 @@ def test_a_conversation_whose_calls_all_come_twice(client: Client, artifact: pat
             return session.tokens, session.logprobs, worked
 
     tokens, logprobs, worked = talk(client)
-    with Echo(client.target, artifact=artifact) as echo:
+    # A tenant of its own: pages of the first talk are not shared with it.
+    with Echo(client.target, artifact=artifact, tenant="echo") as echo:
         tokens_twice, logprobs_twice, worked_twice = talk(echo)
     assert tokens_twice == tokens
     assert logprobs_twice == logprobs
