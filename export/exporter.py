@@ -113,7 +113,9 @@ def _manifest(model: ModelSource, engine: Engine, table: dict) -> Manifest:
         bytes_per_session=engine.bytes_per_token * geometry.layout.entries,
         positions=geometry.positions,
         rollback=geometry.rollback,
-        chunk_invariant=geometry.cache.policy.chunk_invariant,
+        # A lossy code that rounding tips over moves all that is computed from it.
+        chunk_invariant=geometry.cache.policy.chunk_invariant
+        and geometry.cache.codec.name == "float32",
         stop_tokens=tuple(model.stop_tokens[:MAX_STOP_TOKENS]),
         chat_template=model.chat_template,
         special_tokens=dict(model.special_tokens),
