@@ -36,12 +36,12 @@ class BareStep:
 
     def _run(self, given: Sequence[int]) -> int:
         call = self._arguments(given)
-        answer, _ = self._engine.compute(*call)
+        answer = self._engine.compute(*call)
         self.position = int(answer.position.numpy()[0])
         return int(answer.tokens.numpy()[0, 0])
 
-    def _arguments(self, given: Sequence[int]) -> tuple[Request, Admission, tf.Tensor]:
-        request, admission, probes = zero_arguments(self._engine, 1)
+    def _arguments(self, given: Sequence[int]) -> tuple[Request, Admission, tf.Tensor, tf.Tensor]:
+        request, admission, *rest = zero_arguments(self._engine, 1)
         tokens = np.zeros(request.tokens.shape, np.int32)
         tokens[0, : len(given)] = given
         request = request._replace(
@@ -54,7 +54,7 @@ class BareStep:
             repetition_penalty=tf.ones([1]),
             stop_tokens=tf.fill(request.stop_tokens.shape, -1),
         )
-        return request, admission._replace(fresh=tf.constant([self._fresh])), probes
+        return request, admission._replace(fresh=tf.constant([self._fresh])), *rest
 
 
 def zero_arguments(engine: Engine, rows: int) -> Any:

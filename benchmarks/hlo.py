@@ -11,6 +11,7 @@ _COMPUTATION = re.compile(r"^(ENTRY )?%?(?P<name>[\w.\-]+) .*\{\s*$")
 _INSTRUCTION = re.compile(
     r"^\s+(ROOT )?%?(?P<name>[\w.\-]+) = (?P<dtype>\w+)\[(?P<shape>[\d,]*)\]\S* (?P<op>[\w\-]+)\("
 )
+_OPERANDS = re.compile(r"\((?P<names>%[\w.\-]+(, %[\w.\-]+)*)\)")
 _CALLS = re.compile(r"\bcalls=%?([\w.\-]+)")
 _MOVES = ("copy", "transpose")
 
@@ -26,6 +27,7 @@ class Instruction:
         dtype: Of the result.
         shape: Of the result.
         calls: Computation of a fusion, empty otherwise.
+        operands: Names of what it reads, where they are written without their types.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Instruction:
     dtype: str
     shape: tuple[int, ...]
     calls: str = ""
+    operands: tuple[str, ...] = ()
 
     @property
     def elements(self) -> int:
@@ -48,6 +51,7 @@ def instructions(hlo_text: str) -> Iterator[Instruction]:
         if found := _INSTRUCTION.match(line):
             shape = tuple(int(axis) for axis in found["shape"].split(",") if axis)
             calls = _CALLS.search(line) if found["op"] == "fusion" else None
+            operands = _OPERANDS.match(line, found.end() - 1)
             yield Instruction(
                 found["name"],
                 computation,
@@ -55,6 +59,7 @@ def instructions(hlo_text: str) -> Iterator[Instruction]:
                 found["dtype"],
                 shape,
                 calls[1] if calls else "",
+                tuple(operands["names"].replace("%", "").split(", ")) if operands else (),
             )
         elif found := _COMPUTATION.match(line):
             computation = found["name"]
@@ -92,6 +97,39 @@ def large_copies(
             (item.op in _MOVES and item.computation not in fused)
             or (item.op == "fusion" and item.calls in moving)
         )
+    ]
+
+
+def reshaped_operands(hlo_text: str) -> list[Instruction]:
+    """Fused products that read an input of the fusion through another shape.
+
+    XLA's CPU backend then computes an index for each element it reads, which took a product
+    with a weight matrix five times as long. Axes of length 1 are no other shape.
+
+    Args:
+        hlo_text: Optimised HLO, as text.
+
+    Returns:
+        The products.
+    """
+    everything = {(item.computation, item.name): item for item in instructions(hlo_text)}
+    fused = {item.calls for item in everything.values() if item.calls}
+
+    def axes(item: Instruction) -> list[int]:
+        return [axis for axis in item.shape if axis != 1]
+
+    def reshapes(item: Instruction | None) -> bool:
+        if item is None or item.op != "bitcast":
+            return False
+        source = everything.get((item.computation, item.operands[0]))
+        return source is not None and source.op == "parameter" and axes(source) != axes(item)
+
+    return [
+        item
+        for item in everything.values()
+        if item.op == "dot"
+        and item.computation in fused
+        and any(reshapes(everything.get((item.computation, name))) for name in item.operands)
     ]
 
 

@@ -135,6 +135,13 @@ class PackedDecoder:
         step = self.scan_pages
         rows = shape_of(queries)[0]
 
+        def flat(part: Partial) -> tuple[tf.Tensor, ...]:
+            """What the loop carries: see `attention.concatenate_heads` for why it is flat."""
+            return part.peak, part.mass, tf.reshape(part.output, [rows, -1])
+
+        def shaped(peak: tf.Tensor, mass: tf.Tensor, output: tf.Tensor) -> Partial:
+            return Partial(peak, mass, tf.reshape(output, shape_of(queries)))
+
         def body(index: tf.Tensor, *so_far: tf.Tensor) -> tuple[tf.Tensor, ...]:
             def take(x: tf.Tensor) -> tf.Tensor:
                 return tf.slice(x, [index * step], [step])
@@ -152,13 +159,13 @@ class PackedDecoder:
                 self.pool.codec,
             )
             part = attention.merge_by_owner(part, owners, rows)
-            merged = attention.merge(Partial(*so_far), part)
-            return (index + 1, *map(keep_shape, merged, so_far))
+            merged = attention.merge(shaped(*so_far), part)
+            return (index + 1, *map(keep_shape, flat(merged), so_far))
 
         trips = (scan.count + step - 1) // step
-        state = (tf.constant(0), *fresh)
+        state = (tf.constant(0), *flat(fresh))
         state = tf.while_loop(lambda index, *_: index < trips, body, state)
-        return Partial(*state[1:])
+        return shaped(*state[1:])
 
     def layers(
         self,
@@ -225,9 +232,7 @@ class PackedDecoder:
         q, k, v = self._project(w, x, angles)
         q = attention.group_queries(q, self.config.num_key_value_heads)
         k, v = (tf.transpose(new, [0, 2, 1, 3]) for new in (k, v))
-        seen = attention.normalize(attend(layer, q, k, v))
-        seen = attention.ungroup_output(seen, heads)
-        seen = tf.reshape(seen, [*shape_of(x)[:2], heads * self.config.head_dim])
+        seen = attention.concatenate_heads(attend(layer, q, k, v), heads)
         after = x + _linear(seen, w["attention_output"])
         return after + self._feed_forward(w, after), q, k, v
 

@@ -87,15 +87,17 @@ class Engine(tf.Module):
         c = self.config
         return self.geometry.cache.bytes_per_token(c.num_layers, c.num_key_value_heads, c.head_dim)
 
-    def _compile(self) -> Callable[..., tuple[Answer, tf.Tensor]]:
+    def _compile(self) -> Callable[..., Answer]:
         """The whole computation; XLA compiles it once for each batch size it meets."""
 
         def compute(
-            request: Request, admission: Admission, probes: tf.Tensor
-        ) -> tuple[Answer, tf.Tensor]:
+            request: Request, admission: Admission, probes: tf.Tensor, names: tf.Tensor
+        ) -> Answer:
             answer, work = self._advance(request, admission)
+            self._renew(request, admission, answer)
             added = self.stats.tally(work, answer, admission, probes, request.wants_scores)
-            return Answer(*(tf.gather(value, admission.first) for value in answer)), added
+            self.stats.add(added, names)
+            return Answer(*(tf.gather(value, admission.first) for value in answer))
 
         return tf.function(
             compute,
@@ -136,7 +138,7 @@ class Engine(tf.Module):
             retry_ms=tf.TensorSpec([1], tf.int32),
             now_ms=tf.TensorSpec([1], tf.int64),
         )
-        return (request, admission, flag)
+        return (request, admission, flag, tf.TensorSpec([2], tf.int64))
 
     def advance(self, names: Names, request: Request, width: tf.Tensor) -> Answer:
         """Serves a batch: reserve under the lock, compute, publish.
@@ -152,21 +154,15 @@ class Engine(tf.Module):
 
         def serve() -> Answer:
             admission = self.sessions.admit(names, request, refusal)
-            answer, added = self.compute(request, admission, names.probes())
-            with tf.control_dependencies([added]):
-                self._publish(request, admission, answer, added)
-            return answer
+            return self.compute(request, admission, names.probes(), self.sessions.sizes())
 
         return self.sessions.locked(serve)
 
-    def _publish(
-        self, request: Request, admission: Admission, answer: Answer, added: tf.Tensor
-    ) -> None:
-        """Renews the sessions' lifetimes and publishes the counters."""
+    def _renew(self, request: Request, admission: Admission, answer: Answer) -> None:
+        """Renews the lifetimes of the sessions that were served."""
         rows = tf.range(tf.size(admission.slot))
         served = (answer.status == Status.OK) & (admission.first == rows)
         self.sessions.renew(admission.slot, served, admission.now_ms, request.ttl_ms, request.pin)
-        self.stats.add(added)
 
     def truncate(self, names: Names, position: tf.Tensor) -> tuple[tf.Tensor, ...]:
         """Rolls sessions back. Returns tokens held, status and detail, int32 ``[B]`` each."""

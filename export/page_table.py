@@ -349,9 +349,8 @@ class PageTable:
         """How many invariants do not hold, int64: every page is referred to by as many
         table entries as it counts, and the spare slot has none."""
         table = self.variables.table.read()
-        counted = tf.math.bincount(
-            tf.reshape(table, [-1]), minlength=self.count, maxlength=self.count
-        )
+        flat = tf.reshape(table, [-1])
+        counted = tf.math.unsorted_segment_sum(tf.ones_like(flat), flat, self.count)
         references = self.variables.references.read()
         wrong = [
             tf.reduce_any(counted[1:] != references[1:]),

@@ -106,13 +106,17 @@ class SessionTable(tf.Module):
         now_ms = tf.cast(tf.timestamp() * 1000.0, tf.int64)
         expiry = self.expiry.read()
         dead = (expiry > 0) & (expiry <= now_ms)
-        slots = tf.where(dead)[:, 0]
-        self._forget(slots, self.key_of.lookup(slots))
-        self._pages.release(tf.cast(slots, tf.int32))
-        self.expiry.assign(tf.where(dead, tf.zeros_like(expiry), expiry))
-        lived = tf.reduce_sum(tf.cast(dead & (expiry > UNSERVED), tf.int64))
-        self.reaped.assign(self.reaped.read() + lived)
-        return now_ms
+
+        def bury() -> tf.Tensor:
+            slots = tf.where(dead)[:, 0]
+            self._forget(slots, self.key_of.lookup(slots))
+            self._pages.release(tf.cast(slots, tf.int32))
+            self.expiry.assign(tf.where(dead, tf.zeros_like(expiry), expiry))
+            lived = tf.reduce_sum(tf.cast(dead & (expiry > UNSERVED), tf.int64))
+            self.reaped.assign(self.reaped.read() + lived)
+            return now_ms
+
+        return tf.cond(tf.reduce_any(dead), bury, lambda: now_ms)
 
     def find(self, names: Names) -> tf.Tensor:
         """Slot of each row, int64; −1 = no such session."""
@@ -189,8 +193,18 @@ class SessionTable(tf.Module):
         crowded = needs & self._over_quota(tenant, needs)
         refusal = refusal.when(crowded, Status.QUOTA, self.quota)
         needs &= ~crowded
-        slot, full = self._allocate(names.keys(), needs, tenant)
+        nowhere = tf.zeros_like(refusal.status) - 1
+        slot, full = tf.cond(
+            tf.reduce_any(needs),
+            lambda: self._allocate(names.keys(), needs, tenant),
+            lambda: (nowhere, needs),
+        )
+        slot, full = _vector(slot), _vector(full)
         return slot, tenant, refusal.when(full, Status.FULL, self.retry_after(now))
+
+    def sizes(self) -> tf.Tensor:
+        """Entries of both name tables, int64 ``[2]``: each has one for each session."""
+        return tf.stack([self.slot_of.size(), self.key_of.size()])
 
     def renew(
         self, slot: tf.Tensor, served: tf.Tensor, now: tf.Tensor, ttl_ms: tf.Tensor, pin: tf.Tensor
@@ -203,11 +217,16 @@ class SessionTable(tf.Module):
 
     def _tenant(self, names: tf.Tensor, needs: tf.Tensor) -> tf.Tensor:
         """A number for each tenant, int64 ``[B]``; one is made when a session is."""
-        fresh, _ = tf.unique(tf.boolean_mask(names, _vector(needs)))
-        known = _vector(self.tenant_numbers.lookup(fresh))
-        made = tf.range(tf.size(fresh, tf.int64)) + self.tenant_numbers.size()
-        self.tenant_numbers.insert(fresh, tf.where(known < 0, made, known))
-        return _vector(self.tenant_numbers.lookup(names))
+
+        def number() -> tf.Tensor:
+            fresh, _ = tf.unique(tf.boolean_mask(names, _vector(needs)))
+            known = _vector(self.tenant_numbers.lookup(fresh))
+            made = tf.range(tf.size(fresh, tf.int64)) + self.tenant_numbers.size()
+            self.tenant_numbers.insert(fresh, tf.where(known < 0, made, known))
+            return self.tenant_numbers.lookup(names)
+
+        numbers = tf.cond(tf.reduce_any(needs), number, lambda: self.tenant_numbers.lookup(names))
+        return _vector(numbers)
 
     def _over_quota(self, tenant: tf.Tensor, needs: tf.Tensor) -> tf.Tensor:
         """Rows whose tenant holds all the sessions it may, bool ``[B]``."""
@@ -294,10 +313,11 @@ def check_request(
         "ttl_ms": r.ttl_ms < 0,
         "stop_tokens": tf.reduce_any(bad_stop, axis=1),
     }
-    status = tf.zeros_like(r.length)
-    refusal = Refusal(status, status)
-    for name, holds in wrong.items():
-        refusal = refusal.when(holds, Status.INVALID, INPUT_NUMBERS[name])
+    holds = tf.stack(list(wrong.values()), axis=1)
+    numbers = tf.constant([INPUT_NUMBERS[name] for name in wrong])
+    which = tf.gather(numbers, tf.argmax(tf.cast(holds, tf.int32), axis=1))
+    none = tf.zeros_like(r.length)
+    refusal = Refusal(none, none).when(tf.reduce_any(holds, axis=1), Status.INVALID, which)
     return refusal.when(tf.strings.length(names.adapter) > 0, Status.ADAPTER, 0)
 
 
@@ -318,10 +338,13 @@ def first_of_session(keys: tf.Tensor, accepted: tf.Tensor) -> tf.Tensor:
 
 def _copies(names: Names, request: Request, first: tf.Tensor) -> tf.Tensor:
     """Whether each row asks for just what the first row of its session asks for."""
-    same = tf.gather(names.adapter, first) == names.adapter
-    for value in request:
-        equal = tf.gather(value, first) == value
-        # NaN differs from itself, but a NaN row is refused before it could be a copy.
-        rest = list(range(1, len(equal.shape)))
-        same = same & (tf.reduce_all(equal, axis=rest) if rest else equal)
-    return same | (first == tf.range(tf.size(first)))
+    words = tf.concat([_words(value) for value in request], axis=1)
+    same = tf.reduce_all(tf.gather(words, first) == words, axis=1)
+    return same & (tf.gather(names.adapter, first) == names.adapter)
+
+
+def _words(x: tf.Tensor) -> tf.Tensor:
+    """The bits of ``x [B]`` or ``[B, n]`` as int32 ``[B, m]``."""
+    if x.dtype != tf.int32:
+        x = tf.bitcast(x, tf.int32)
+    return x if x.shape.rank == 2 else x[:, tf.newaxis]

@@ -119,47 +119,67 @@ def _tensor_spec(name: str, spec: TensorSpec) -> tf.TensorSpec:
 def _broadcast(spec: SignatureSpec, inputs: Tensors) -> Tensors:
     """Inputs of one row each row of the batch; anything else is refused before it can harm.
 
-    TensorFlow Serving does not check shapes, so the graph does.
+    TensorFlow Serving does not check shapes, so the graph does. All inputs are checked
+    together: a call is served in milliseconds, and an operation for each input and axis
+    would be a good part of them.
     """
-    checks: list[tf.Operation] = []
-    for name, value in inputs.items():
-        checks += _shape_checks(name, spec.inputs[name], value, tf.size(inputs["session_id"]))
+    # The shape as it comes: TensorFlow believes the signature and would drop the check.
+    hidden = {
+        name: tf.raw_ops.PlaceholderWithDefault(input=value, shape=None)
+        for name, value in inputs.items()
+    }
+    ranks = {name: 1 + len(spec.inputs[name].shape) for name in inputs}
+    ranked = _assert_each(
+        tf.stack([tf.rank(value) for value in hidden.values()]) == list(ranks.values()),
+        [f"`{name}` must have rank {rank}, the batch first." for name, rank in ranks.items()],
+    )
     # Under the checks, or an op that trips over the shape would speak first.
+    with tf.control_dependencies([ranked]):
+        shapes = {name: tf.shape(value) for name, value in hidden.items()}
+    rows = shapes["session_id"][0]
+    counts = tf.stack([shape[0] for shape in shapes.values()])
+    checks = [
+        _assert_each(
+            (counts == rows) | (counts == 1),
+            [
+                f"`{name}` must have as many rows as `session_id`, or one for all."
+                for name in inputs
+            ],
+        )
+    ]
+    # Another width would fail the whole batch it is merged into.
+    widths = [
+        (name, axis, size)
+        for name in inputs
+        for axis, size in enumerate(spec.inputs[name].shape, start=1)
+        if isinstance(size, int)
+    ]
+    if widths:
+        checks.append(
+            _assert_each(
+                tf.stack([shapes[name][axis] for name, axis, _ in widths])
+                == [size for _, _, size in widths],
+                [f"`{name}` must have {size} values a row." for name, _, size in widths],
+            )
+        )
     with tf.control_dependencies(checks):
-        rows = tf.size(inputs["session_id"])
         return {
-            name: tf.repeat(value, tf.where(tf.shape(value)[0] == rows, 1, rows), axis=0)
-            for name, value in inputs.items()
+            name: _rows_of(value, rows, shapes[name], ranks[name]) for name, value in inputs.items()
         }
 
 
-def _shape_checks(
-    name: str, spec: TensorSpec, value: tf.Tensor, rows: tf.Tensor
-) -> list[tf.Operation]:
-    # The shape as it comes: TensorFlow believes the signature and would drop the check.
-    shape = tf.shape(tf.raw_ops.PlaceholderWithDefault(input=value, shape=None))
-    rank = 1 + len(spec.shape)
-    ranked = tf.debugging.assert_equal(
-        tf.size(shape), rank, f"`{name}` must have rank {rank}, the batch first."
-    )
-    with tf.control_dependencies([ranked]):
-        count = shape[0]
-    checks = [
-        ranked,
-        tf.debugging.assert_equal(
-            (count == rows) | (count == 1),
-            True,
-            f"`{name}` must have as many rows as `session_id`, or one for all.",
-        ),
-    ]
-    # Another width would fail the whole batch it is merged into.
-    for axis, size in enumerate(spec.shape, start=1):
-        if isinstance(size, int):
-            with tf.control_dependencies([ranked]):
-                width = shape[axis]
-            message = f"`{name}` must have {size} values a row."
-            checks.append(tf.debugging.assert_equal(width, size, message))
-    return checks
+def _assert_each(holds: tf.Tensor, messages: list[str]) -> tf.Operation:
+    """Fails with the message of the first of ``holds [n]`` that is false."""
+    first = tf.argmin(tf.cast(holds, tf.int32))
+    return tf.debugging.Assert(tf.reduce_all(holds), [tf.gather(messages, first)])
+
+
+def _rows_of(value: tf.Tensor, rows: tf.Tensor, shape: tf.Tensor, rank: int) -> tf.Tensor:
+    """A value of ``shape`` once for each row, where it is one for all."""
+    lead = rows[tf.newaxis]
+    wide = tf.broadcast_to(value, lead if rank == 1 else tf.concat([lead, shape[1:]], axis=0))
+    wide.set_shape([None, *value.shape[1:]])
+    return wide
 
 
 def _names(inputs: Tensors) -> Names:

@@ -83,8 +83,14 @@ class Stats:
         zero = tf.constant(0, tf.int64)
         return tf.stack([added.get(name, zero) for name in STATS])
 
-    def add(self, added: tf.Tensor) -> None:
-        """Adds to the counters, and publishes them with what the sessions hold now."""
+    def add(self, added: tf.Tensor, names: tf.Tensor | None = None) -> None:
+        """Adds to the counters, and publishes them with what the sessions hold now.
+
+        Args:
+            added: int64 vector, as of `tally`.
+            names: `SessionTable.sizes` where it cannot be asked: tables stay outside XLA.
+        """
+        names = self._sessions.sizes() if names is None else names
         counters = self.counters.read() + added
         self.counters.assign(counters)
         used = self._sessions.expiry.read()[:-1] > 1
@@ -105,7 +111,7 @@ class Stats:
             "pages_free": count((references == 0) & ~indexed),
             "bytes_used": pages * page_bytes,
             "sessions_reaped": self._sessions.reaped.read(),
-            "integrity": self._broken(used, held, filled),
+            "integrity": self._broken(names, used, held, filled),
         }
         vector = tf.unstack(counters)
         for index, name in enumerate(STATS):
@@ -119,15 +125,13 @@ class Stats:
         amount = tf.reduce_sum(tf.cast(rows, tf.int64))
         self.add(tf.one_hot(index, len(STATS), dtype=tf.int64) * amount)
 
-    def _broken(self, used: tf.Tensor, held: tf.Tensor, filled: tf.Tensor) -> tf.Tensor:
+    def _broken(
+        self, names: tf.Tensor, used: tf.Tensor, held: tf.Tensor, filled: tf.Tensor
+    ) -> tf.Tensor:
         """How many invariants do not hold: 0 in a sound artifact."""
         alive = tf.reduce_sum(tf.cast(self._sessions.expiry.read()[:-1] > 0, tf.int64))
         rows = tf.reduce_any(used & ((filled > held) | (filled < held - 1)))
-        broken = [
-            self._sessions.slot_of.size() != alive,
-            self._sessions.key_of.size() != alive,
-            rows,
-        ]
+        broken = [*tf.unstack(names != alive), rows]
         return tf.reduce_sum(tf.cast(tf.stack(broken), tf.int64)) + self._table.broken()
 
     def read(self, rows: tf.Tensor) -> dict[str, tf.Tensor]:

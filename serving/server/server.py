@@ -18,7 +18,7 @@ from tfkv.serving.server.batching_parameters import BatchingParameters
 from tfkv.serving.server.call_error import CallError
 from tfkv.serving.server.data_plane import DataPlane
 from tfkv.serving.server.grpc_face import GrpcFace
-from tfkv.serving.server.memory import share_heap, trim_memory
+from tfkv.serving.server.memory import share_heap, trim_memory, use_huge_pages
 from tfkv.serving.server.metrics import Metrics
 from tfkv.serving.server.rest_face import RestFace
 from tfkv.serving.server.servable import Servable
@@ -185,6 +185,7 @@ class Server:
             self._batching,
             lambda micros: self.metrics.runtime_latency(self.name, micros),
         )
+        use_huge_pages()
         self._progress("load", 1, 1)
         return servable
 

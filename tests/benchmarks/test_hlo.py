@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from benchmarks.hlo import fusions, instructions, large_copies
+from benchmarks.hlo import fusions, instructions, large_copies, reshaped_operands
 
 HLO = """\
 HloModule a_module, entry_computation_layout={(f32[2,64,8]{2,1,0})->f32[64,2,8]{2,1,0}}
@@ -59,3 +59,32 @@ def test_instructions_know_dtype_and_shape() -> None:
 
 def test_fusions() -> None:
     assert fusions(HLO) == 2
+
+
+PRODUCTS = """\
+%reshaped (param_0.1: f32[4,8,8], param_1.1: f32[1,2,4]) -> f32[8] {
+  %param_1.1 = f32[1,2,4]{2,1,0} parameter(1)
+  %bitcast.1 = f32[8]{0} bitcast(%param_1.1), metadata={op_name="x"}
+  %param_0.1 = f32[4,8,8]{2,1,0} parameter(0)
+  %slice.1 = f32[1,8,8]{2,1,0} dynamic-slice(%param_0.1, %c, %c, %c), dynamic_slice_sizes={1,8,8}
+  %bitcast.2 = f32[8,8]{1,0} bitcast(%slice.1)
+  ROOT %dot.1 = f32[8]{0} dot(%bitcast.1, %bitcast.2), lhs_contracting_dims={0}
+}
+
+%flat (param_0.2: f32[8,8], param_1.2: f32[1,1,8]) -> f32[8] {
+  %param_1.2 = f32[1,1,8]{2,1,0} parameter(1)
+  %bitcast.3 = f32[8]{0} bitcast(%param_1.2)
+  %param_0.2 = f32[8,8]{1,0} parameter(0)
+  ROOT %dot.2 = f32[8]{0} dot(%bitcast.3, %param_0.2), lhs_contracting_dims={0}
+}
+
+ENTRY %main (a: f32[4,8,8], b: f32[8,8], c: f32[1,2,4], d: f32[1,1,8]) -> f32[8] {
+  %a = f32[4,8,8]{2,1,0} parameter(0)
+  %one = f32[8]{0} fusion(%a, %c), kind=kLoop, calls=%reshaped
+  ROOT %two = f32[8]{0} fusion(%b, %d), kind=kLoop, calls=%flat
+}
+"""
+
+
+def test_only_a_product_that_reads_through_another_shape_is_found() -> None:
+    assert [item.name for item in reshaped_operands(PRODUCTS)] == ["dot.1"]

@@ -23,6 +23,12 @@ def _part(coded, first: int, last: int):
     return {name: part[:, :, first:last] for name, part in coded.items()}
 
 
+def _saw_nothing(queries):
+    """The part that saw no key."""
+    mass = tf.zeros_like(queries[..., 0])
+    return attention.Partial(mass - 1e30, mass, tf.zeros_like(queries))
+
+
 def test_parts_merge_to_the_whole_in_any_order():
     queries, keys, values, mask = _inputs()
     whole = attention.normalize(attention.attend(queries, keys, values, mask, FLOAT))
@@ -31,7 +37,7 @@ def test_parts_merge_to_the_whole_in_any_order():
         for a, b in ((0, 5), (5, 6), (6, 12))
     ]
     for order in ((0, 1, 2), (2, 0, 1)):
-        merged = attention.empty_partial(queries)
+        merged = _saw_nothing(queries)
         for index in order:
             merged = attention.merge(merged, parts[index])
         np.testing.assert_allclose(attention.normalize(merged), whole, atol=1e-6)
@@ -48,6 +54,14 @@ def test_a_query_that_sees_nothing_answers_zero():
     queries, keys, values, mask = _inputs()
     part = attention.attend(queries, keys, values, tf.zeros_like(mask), FLOAT)
     np.testing.assert_array_equal(attention.normalize(part), 0)
+
+
+def test_heads_side_by_side_are_the_normalized_output():
+    queries, keys, values, mask = _inputs()
+    part = attention.attend(queries, keys, values, mask, FLOAT)
+    expected = attention.ungroup_output(attention.normalize(part), 4)
+    flat = attention.concatenate_heads(part, 4)
+    np.testing.assert_allclose(flat, tf.reshape(expected, [2, 3, 32]), atol=1e-7)
 
 
 def test_gradient_is_finite_beside_huge_hidden_scores():
@@ -74,7 +88,7 @@ def test_merge_by_owner_equals_attention_of_each_row_alone():
     parts = attention.attend(tf.gather(queries, rows), *pages, seen, FLOAT)
     merged = attention.normalize(attention.merge_by_owner(parts, owners, 2))
     for row, own in ((0, [1, 4]), (1, [0, 2])):
-        expected = attention.empty_partial(queries[row : row + 1])
+        expected = _saw_nothing(queries[row : row + 1])
         for page in own:
             one = attention.Partial(*(field[page : page + 1] for field in parts))
             expected = attention.merge(expected, one)
