@@ -13,22 +13,9 @@ import numpy as np
 _MADV_DONTNEED = 4
 _MADV_HUGEPAGE = 14
 _MADV_COLLAPSE = 25
-_M_ARENA_MAX = -8
 _HUGE_PAGE = 2**21
 _LARGE = 2**25  # glibc gives larger blocks a mapping of their own, always
 _MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ (\d+)")
-
-
-def share_heap() -> None:
-    """Lets all threads share one heap, for the rest of the process.
-
-    XLA's compiler runs on many threads; a heap for each keeps what was free in it. Call it
-    before loading. Does nothing where the system is not Linux with glibc.
-    """
-    try:
-        ctypes.CDLL("libc.so.6").mallopt(_M_ARENA_MAX, 1)
-    except (OSError, AttributeError):
-        return
 
 
 def trim_memory() -> None:

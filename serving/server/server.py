@@ -18,7 +18,7 @@ from tfkv.serving.server.batching_parameters import BatchingParameters
 from tfkv.serving.server.call_error import CallError
 from tfkv.serving.server.data_plane import DataPlane
 from tfkv.serving.server.grpc_face import GrpcFace
-from tfkv.serving.server.memory import share_heap, trim_memory, use_huge_pages
+from tfkv.serving.server.memory import trim_memory, use_huge_pages
 from tfkv.serving.server.metrics import Metrics
 from tfkv.serving.server.rest_face import RestFace
 from tfkv.serving.server.servable import Servable
@@ -123,7 +123,6 @@ class Server:
         for wanted in (port, rest_port):
             if wanted:
                 _check_free(self.host, wanted)
-        share_heap()
         set_xla_compilation(self._xla)
         plane = DataPlane(self._manager, self.metrics)
         try:

@@ -6,13 +6,12 @@ import sys
 _SCRIPT = """
 import ctypes
 import tensorflow as tf
-from tfkv.serving.server.memory import share_heap, trim_memory
+from tfkv.serving.server.memory import trim_memory
 
 def resident():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1])
 
-share_heap()
 before = resident()
 trim_memory()
 after = resident()
