@@ -52,7 +52,7 @@ class AttentionProbe:
         own = tf.range(layout.entries) == layout.entry_of(position)[:, tf.newaxis]
         entries = tf.where(own, position[:, tf.newaxis], entries)
         query, key = self._project(token, position, layer, table)
-        scores = decoder.pool.codec.scores(query, self._keys(table, layer))
+        scores = decoder.pool.codec.scores(query, self._keys(table, layer), columns=True)
         alone = _FRESH.scores(query, {"codes": key})
         scores = tf.where(own[:, tf.newaxis, tf.newaxis], alone, scores)
         mask = decoder.geometry.mask(position[:, tf.newaxis], entries)
@@ -94,16 +94,17 @@ class AttentionProbe:
         return query, key
 
     def _keys(self, table: tf.Tensor, layer: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Coded keys of all entries in each row's layer, parts ``[B, K, S, ...]``."""
+        """Coded keys of all entries in each row's layer, parts ``[B, K, ..., S]``."""
         pool, layout = self._decoder.pool, self._decoder.geometry.layout
         rows, columns = tf.shape(table)[0], table.shape[1]
         layers = tf.repeat(layer, columns)
         keys, _ = pool.gather(pool.read(), tf.reshape(table, [-1]), layers)
 
         def join(part: tf.Tensor) -> tf.Tensor:
-            heads, size, *rest = part.shape[1:]
-            pages = tf.reshape(part, [rows, columns, heads, size, *rest])
-            pages = tf.transpose(pages, [0, 2, 1, 3, *range(4, 4 + len(rest))])
-            return tf.reshape(pages, [rows, heads, layout.entries, *rest])
+            heads, *inner, size = part.shape[1:]
+            pages = tf.reshape(part, [rows, columns, heads, *inner, size])
+            axes = range(3, 3 + len(inner))
+            pages = tf.transpose(pages, [0, 2, *axes, 1, 3 + len(inner)])
+            return tf.reshape(pages, [rows, heads, *inner, layout.entries])
 
         return {name: join(part) for name, part in keys.items()}

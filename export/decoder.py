@@ -157,6 +157,7 @@ class PackedDecoder:
                 *self.pool.gather(parts, take(scan.pages), layer),
                 mask,
                 self.pool.codec,
+                key_columns=True,
             )
             part = attention.merge_by_owner(part, owners, rows)
             merged = attention.merge(shaped(*so_far), part)

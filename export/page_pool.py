@@ -15,9 +15,11 @@ Parts = dict[str, dict[str, tf.Tensor]]
 class PagePool:
     """The store behind every policy of an artifact.
 
-    Each part of a code is one variable ``[pages · L, K, C, ...]``; row ``page · L + layer``
-    holds a page of a layer, so that a whole page is contiguous over its layers. Page 0 is
-    nobody's: rows that must not be stored are written there.
+    Each part of a code is one variable, ``[pages · L, K, ..., C]`` of keys and
+    ``[pages · L, K, C, ...]`` of values: the layouts that both products of attention read
+    fastest. Row ``page · L + layer`` holds a page of a layer, so that a whole page is
+    contiguous over its layers. Page 0 is nobody's: rows that must not be stored are written
+    there.
 
     The pool is read as plain tensors inside one computation and assigned back at its end:
     XLA then updates it in place.
@@ -34,13 +36,18 @@ class PagePool:
         self.codec = codec
         self.pages = pages
         self.page_size = page_size
-        lead = (pages * config.num_layers, config.num_key_value_heads, page_size)
+        lead = (pages * config.num_layers, config.num_key_value_heads)
+        spec = codec.spec(config.head_dim)
+        shapes = {
+            "keys": {name: (*lead, *part.shape, page_size) for name, part in spec.items()},
+            "values": {name: (*lead, page_size, *part.shape) for name, part in spec.items()},
+        }
         self.variables = {
             side: {
-                name: TransientVariable(f"pool_{side}_{name}", (*lead, *part.shape), part.dtype)
-                for name, part in codec.spec(config.head_dim).items()
+                name: TransientVariable(f"pool_{side}_{name}", shape, spec[name].dtype)
+                for name, shape in parts.items()
             }
-            for side in ("keys", "values")
+            for side, parts in shapes.items()
         }
 
     @property
@@ -62,7 +69,7 @@ class PagePool:
                 self.variables[side][name].assign(value)
 
     def gather(self, parts: Parts, pages: tf.Tensor, layer: tf.Tensor) -> tuple[Coded, Coded]:
-        """Coded keys and values of ``pages [A]`` in one layer, each ``[A, K, C, ...]``."""
+        """Coded keys ``[A, K, ..., C]`` and values ``[A, K, C, ...]`` of ``pages [A]``."""
         rows = pages * self.config.num_layers + layer
         keys, values = (
             {name: tf.gather(part, rows) for name, part in parts[side].items()}
@@ -170,22 +177,50 @@ class PagePool:
         heads = self.config.num_key_value_heads
         layers = tf.range(self.config.num_layers)[:, tf.newaxis, tf.newaxis]
         rows = pages[tf.newaxis, :, tf.newaxis] * self.config.num_layers + layers
-        rows = (rows * heads + tf.range(heads)) * self.page_size + offsets[:, tf.newaxis]
-        rows = tf.reshape(rows, [-1, 1])
+        rows = tf.reshape(rows * heads + tf.range(heads), [-1])
+        offsets = tf.broadcast_to(
+            offsets[tf.newaxis, :, tf.newaxis], [self.config.num_layers, tf.size(offsets), heads]
+        )
+        offsets = tf.reshape(offsets, [-1])
+        sides = (
+            ("keys", self.codec.encode(keys), _scatter_columns),
+            ("values", self.codec.encode(values), _scatter_rows),
+        )
         return {
             side: {
-                name: _scatter_rows(part, rows, coded[name]) for name, part in parts[side].items()
+                name: scatter(part, rows, offsets, coded[name])
+                for name, part in parts[side].items()
             }
-            for side, coded in (
-                ("keys", self.codec.encode(keys)),
-                ("values", self.codec.encode(values)),
-            )
+            for side, coded, scatter in sides
         }
 
 
-def _scatter_rows(part: tf.Tensor, rows: tf.Tensor, updates: tf.Tensor) -> tf.Tensor:
-    """Writes one row ``[...]`` for each ``[K, C]`` place; XLA does it in place."""
-    lead = part.shape[0] * part.shape[1] * part.shape[2]
-    flat = tf.reshape(part, [lead, *part.shape[3:]])
-    flat = tf.tensor_scatter_nd_update(flat, rows, tf.reshape(updates, [-1, *part.shape[3:]]))
+def _scatter_rows(
+    part: tf.Tensor, rows: tf.Tensor, offsets: tf.Tensor, updates: tf.Tensor
+) -> tf.Tensor:
+    """Writes tokens ``[M, ...]`` to ``part [R, K, C, ...]``; XLA does it in place.
+
+    Args:
+        part: A part of the pool.
+        rows: int32 ``[M]``, rows of its first two axes taken together.
+        offsets: int32 ``[M]``, places within the page.
+        updates: The tokens, in any shape.
+    """
+    size, *inner = part.shape[2:]
+    flat = tf.reshape(part, [part.shape[0] * part.shape[1] * size, *inner])
+    places = (rows * size + offsets)[:, tf.newaxis]
+    flat = tf.tensor_scatter_nd_update(flat, places, tf.reshape(updates, [-1, *inner]))
+    return tf.reshape(flat, part.shape)
+
+
+def _scatter_columns(
+    part: tf.Tensor, rows: tf.Tensor, offsets: tf.Tensor, updates: tf.Tensor
+) -> tf.Tensor:
+    """Writes tokens ``[M, X]`` to columns of ``part [R, K, X, C]``; see `_scatter_rows`."""
+    inner, size = part.shape[2:]
+    flat = tf.reshape(part, [part.shape[0] * part.shape[1] * inner, size])
+    lines = rows[:, tf.newaxis] * inner + tf.range(inner)
+    columns = tf.broadcast_to(offsets[:, tf.newaxis], tf.shape(lines))
+    places = tf.reshape(tf.stack([lines, columns], axis=-1), [-1, 2])
+    flat = tf.tensor_scatter_nd_update(flat, places, tf.reshape(updates, [-1]))
     return tf.reshape(flat, part.shape)

@@ -61,7 +61,12 @@ def ungroup_output(output: tf.Tensor, num_query_heads: int) -> tf.Tensor:
 
 
 def attend(
-    queries: tf.Tensor, keys: Coded, values: Coded, mask: tf.Tensor, codec: Codec
+    queries: tf.Tensor,
+    keys: Coded,
+    values: Coded,
+    mask: tf.Tensor,
+    codec: Codec,
+    key_columns: bool = False,
 ) -> Partial:
     """Attention of grouped queries over one part of the keys.
 
@@ -71,8 +76,9 @@ def attend(
         values: Coded values likewise.
         mask: bool ``[A, T, S]``, from `tfkv.layers.masks`; Q is a multiple of T.
         codec: How keys and values are written.
+        key_columns: Whether the parts of the keys are ``[A, K, ..., S]``.
     """
-    scores = codec.scores(queries, keys)
+    scores = codec.scores(queries, keys, key_columns)
     mask = _spread(mask, scores)
     # Masked before exp as well as after: a hidden score far above the peak would overflow,
     # and 0 times its infinite slope is NaN when trained.

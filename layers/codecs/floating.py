@@ -30,8 +30,9 @@ class FloatCodec(Codec):
     def decode(self, coded: Coded) -> tf.Tensor:
         return tf.cast(coded["codes"], tf.float32)
 
-    def scores(self, queries: tf.Tensor, coded: Coded) -> tf.Tensor:
-        return tf.matmul(queries, tf.cast(coded["codes"], queries.dtype), transpose_b=True)
+    def scores(self, queries: tf.Tensor, coded: Coded, columns: bool = False) -> tf.Tensor:
+        keys = tf.cast(coded["codes"], queries.dtype)
+        return tf.matmul(queries, keys, transpose_b=not columns)
 
     def mix(self, weights: tf.Tensor, coded: Coded) -> tf.Tensor:
         return tf.matmul(weights, tf.cast(coded["codes"], weights.dtype))

@@ -42,9 +42,10 @@ class Int8Codec(Codec):
         codes = tf.cast(coded["codes"], tf.float32)
         return codes * scale[..., tf.newaxis] + zero[..., tf.newaxis]
 
-    def scores(self, queries: tf.Tensor, coded: Coded) -> tf.Tensor:
-        scale, zero = _split(coded["affine"], queries.dtype)
-        dots = tf.matmul(queries, tf.cast(coded["codes"], queries.dtype), transpose_b=True)
+    def scores(self, queries: tf.Tensor, coded: Coded, columns: bool = False) -> tf.Tensor:
+        scale, zero = _split(coded["affine"], queries.dtype, axis=-2 if columns else -1)
+        codes = tf.cast(coded["codes"], queries.dtype)
+        dots = tf.matmul(queries, codes, transpose_b=not columns)
         sums = tf.reduce_sum(queries, axis=-1, keepdims=True)
         return dots * scale[..., tf.newaxis, :] + sums * zero[..., tf.newaxis, :]
 
@@ -55,7 +56,9 @@ class Int8Codec(Codec):
         return mixed + tf.reduce_sum(weights * zero[..., tf.newaxis, :], axis=-1, keepdims=True)
 
 
-def _split(affine: tf.Tensor, dtype: tf.DType = tf.float32) -> tuple[tf.Tensor, tf.Tensor]:
-    """Scale and zero of ``affine [..., 2]``; a float16 scale of 0 cannot divide."""
-    wide = tf.cast(affine, dtype)
-    return tf.maximum(wide[..., 0], 6e-8), wide[..., 1]
+def _split(
+    affine: tf.Tensor, dtype: tf.DType = tf.float32, axis: int = -1
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Scale and zero, which lie along an axis of 2; a float16 scale of 0 cannot divide."""
+    scale, zero = tf.unstack(tf.cast(affine, dtype), axis=axis)
+    return tf.maximum(scale, 6e-8), zero
