@@ -14,7 +14,7 @@ from tfkv.export.decoder import Fresh, PackedDecoder, Weights
 from tfkv.export.history import History
 from tfkv.export.page_pool import Parts
 from tfkv.export.page_table import Found, PageTable
-from tfkv.export.plan import Plan, Remembered, make_plan
+from tfkv.export.plan import Plan, PrefillBudget, Remembered, make_plan
 from tfkv.export.rows import NO_LOGPROB, SAMPLED, STOPPED, Admission, Answer, Request
 from tfkv.layers.attention import Partial
 from tfkv.layers.shapes import keep_shape, shape_of
@@ -105,7 +105,9 @@ class Advance:
             admission,
             stored,
             self.decoder.geometry,
-            self.engine.prefill_tokens,
+            PrefillBudget(
+                self.engine.prefill_tokens, self.engine.shared_prefill_tokens, self.prefill_piece
+            ),
             self.engine.decode_chunk,
         )
         grant = self.table.grant(pages, found, plan, admission)

@@ -86,12 +86,48 @@ class Refusal(NamedTuple):
         )
 
 
+class PrefillBudget(NamedTuple):
+    """How many tokens a batch prefills, so that no caller waits long for another's prompt.
+
+    A row that needs at most `shared` is short. The short rows of a batch are served first,
+    the shortest before the others. What long rows get is divided equally between them: all
+    of it where they are among themselves, `shared` where a short row waits for its tokens
+    in the same batch. A long row always gets a piece, so that it gets on.
+
+    Attributes:
+        most: Tokens of all short rows, or of all long rows where there is no short one.
+        shared: Tokens of all long rows where there is a short one.
+        piece: Tokens of a row that are prefilled at once: fewer cost as much.
+    """
+
+    most: int
+    shared: int
+    piece: int
+
+    def share_out(self, fill: tf.Tensor, works: tf.Tensor) -> tf.Tensor:
+        """Tokens that each row may prefill now.
+
+        Args:
+            fill: int32 ``[B]``, tokens that it needs.
+            works: bool ``[B]``, rows that are served.
+        """
+        short = fill <= self.shared
+        order = tf.argsort(fill, stable=True)
+        ordered = tf.cumsum(tf.gather(fill, order), exclusive=True)
+        before = tf.scatter_nd(order[:, tf.newaxis], ordered, tf.shape(fill))
+        many = tf.reduce_sum(tf.cast(~short & works, tf.int32))
+        company = tf.reduce_any(short & works)
+        together = tf.where(company, self.shared, self.most)
+        share = tf.maximum(together // tf.maximum(many, 1), self.piece)
+        return tf.clip_by_value(tf.where(short, self.most - before, share), 0, fill)
+
+
 def make_plan(
     request: Request,
     admission: Admission,
     stored: Remembered,
     geometry: CacheGeometry,
-    prefill_budget: int,
+    budget: PrefillBudget,
     chunk: int,
 ) -> Plan:
     """Decides what each row needs.
@@ -101,7 +137,7 @@ def make_plan(
         admission: Which sessions they mean.
         stored: What those sessions hold.
         geometry: Where tokens lie and what can be read again.
-        prefill_budget: Most tokens the batch prefills.
+        budget: Most tokens the batch prefills, and how it is shared out.
         chunk: Most tokens a row samples (axis N of the contract).
     """
     held = stored.held
@@ -128,7 +164,7 @@ def make_plan(
 
     works = (refusal.status == Status.OK) & (admission.first == tf.range(tf.size(held)))
     fill = tf.where(works, target - 1 - start, 0)
-    allowed = tf.clip_by_value(prefill_budget - tf.cumsum(fill, exclusive=True), 0, fill)
+    allowed = budget.share_out(fill, works)
     unfinished = allowed < fill
     steps = tf.where(request.wants_logits, 1, sampled)
     return Plan(

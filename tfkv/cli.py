@@ -131,6 +131,9 @@ def export(
     prefill_tokens: Annotated[int, typer.Option(help="Most prompt tokens of a call.")] = (
         _DEFAULT.prefill_tokens
     ),
+    shared_prefill_tokens: Annotated[
+        int, typer.Option(help="Most of them in a batch where others wait for their tokens.")
+    ] = _DEFAULT.shared_prefill_tokens,
     batch_sizes: Annotated[str, typer.Option(help="Compiled batch sizes, ascending.")] = (
         ",".join(map(str, _DEFAULT.batch_sizes))
     ),
@@ -166,6 +169,7 @@ def export(
         page_size=page_size,
         decode_chunk=decode_chunk,
         prefill_tokens=prefill_tokens,
+        shared_prefill_tokens=shared_prefill_tokens,
         batch_sizes=_numbers("--batch-sizes", batch_sizes),
         batch_timeout_us=batch_timeout_us,
         max_enqueued_batches=max_enqueued_batches,

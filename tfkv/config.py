@@ -101,6 +101,9 @@ class EngineConfig:
         decode_chunk: Most tokens one ``generate`` call samples (axis N of the contract).
         prefill_tokens: Most prompt tokens one call carries, and most that one batch
             prefills (axis T).
+        shared_prefill_tokens: Most tokens that long prompts prefill in a batch where other
+            callers wait for their tokens; at most a prefill piece of 64 for each of them
+            where there are many. A prompt that needs no more is never cut.
         batch_sizes: Compiled batch sizes, ascending; the last is the largest batch.
         batch_timeout_us: How long the in-graph batcher waits for company, microseconds.
         max_enqueued_batches: Batches that may wait; beyond it callers get UNAVAILABLE.
@@ -121,6 +124,7 @@ class EngineConfig:
     page_size: int = 64
     decode_chunk: int = 16
     prefill_tokens: int = 1024
+    shared_prefill_tokens: int = 128
     batch_sizes: tuple[int, ...] = (1, 4, 8)
     batch_timeout_us: int = 0
     max_enqueued_batches: int = 64
@@ -135,7 +139,7 @@ class EngineConfig:
         object.__setattr__(self, "batch_sizes", tuple(self.batch_sizes))
         for name in ("slots", "capacity", "page_size", "decode_chunk", "prefill_tokens"):
             _require(getattr(self, name) >= 1, name, "must be at least 1", getattr(self, name))
-        for name in ("max_enqueued_batches", "ttl_ms", "scan_pages"):
+        for name in ("max_enqueued_batches", "ttl_ms", "scan_pages", "shared_prefill_tokens"):
             _require(getattr(self, name) >= 1, name, "must be at least 1", getattr(self, name))
         for name in ("batch_timeout_us", "history", "pool_bytes", "tenant_sessions"):
             _require(getattr(self, name) >= 0, name, "must not be negative", getattr(self, name))

@@ -157,7 +157,7 @@ def speed(result: Any) -> str:
 
 
 def cache_bytes(manifest: Manifest, position: int) -> tuple[int, int]:
-    """Bytes of cache that a session uses at a position, and those reserved for it."""
+    """Bytes of cache that a session uses at a position, and the most that it can take."""
     most = manifest.bytes_per_session
     return min(position * manifest.bytes_per_token, most), most
 
@@ -167,7 +167,7 @@ def held(manifest: Manifest, position: int) -> str:
     used, reserved = cache_bytes(manifest, position)
     return (
         f"cache: {position} tokens hold {human_bytes(used)} ({manifest.bytes_per_token:,} bytes a "
-        f"token), of {human_bytes(reserved)} reserved for the session"
+        f"token); a session can take {human_bytes(reserved)}"
     )
 
 

@@ -76,6 +76,12 @@ def compiled(caller_of) -> Caller:
 
 
 @pytest.fixture
+def fair(caller_of) -> Caller:
+    """Prefills 256 tokens a batch, 64 of long prompts where others wait."""
+    return caller_of("fair")
+
+
+@pytest.fixture
 def window(caller_of) -> Caller:
     """Sliding window of 20 with 3 sinks; remembers 160 tokens."""
     return caller_of("window")

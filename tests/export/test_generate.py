@@ -307,6 +307,28 @@ def test_prefill_past_the_batch_budget_is_finished_by_calling_again(plain):
     assert plain.counted(before)["tokens_prefilled"] == 3 * 87
 
 
+def test_a_long_prompt_waits_for_its_neighbours_piece_by_piece(fair):
+    """Its neighbour is answered in every batch; alone, it takes all the budget."""
+    long, short = tiny_model.text(200, 1), tiny_model.text(9, 2)
+    names = [fair.name(), fair.name()]
+    reached, said, position = 0, [], 0
+    while reached < len(long):
+        given, at = (short, 0) if not said else ([], len(short) + len(said))
+        answer = fair.generate(names, [long[reached:], given], [reached, at], max_new_tokens=1)
+        assert list(answer["status"]) == [0, 0]
+        assert answer["count"][1] == 1, "the neighbour gets its token"
+        said.append(int(answer["tokens"][1, 0]))
+        position = int(answer["position"][0])
+        done = answer["count"][0] == 1
+        assert position - reached in (64, 65) or done
+        reached = len(long) if done else position
+    assert len(said) == 4  # 199 keys, 64 at a time
+    assert said == greedy(short, 4)
+    assert answer["tokens"][0, 0] == greedy(long, 1)[0]
+    alone = fair.generate([fair.name()], [long], max_new_tokens=1)
+    assert alone["count"][0] == 1
+
+
 def test_int8_cache_answers_as_the_int8_reference_however_cut(int8):
     prompt = text(80)
     whole = int8.decode(int8.name(), prompt)

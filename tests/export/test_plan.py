@@ -12,7 +12,7 @@ import tiny_model
 from tfkv.config import EngineConfig
 from tfkv.errors import Status
 from tfkv.export.geometry import CacheGeometry
-from tfkv.export.plan import Plan, Remembered, make_plan, oldest_start
+from tfkv.export.plan import Plan, PrefillBudget, Remembered, make_plan, oldest_start
 from tfkv.export.rows import (
     DECODE,
     GENERATE,
@@ -96,7 +96,7 @@ def plan_all(cases: list[dict], budget: int = 10**6) -> Plan:
         column("held"), column("filled"), column("reached"), column("tokens"),
         column("kinds"), column("logprobs", 0, np.float32),
     )  # fmt: skip
-    plan = make_plan(request, admission, stored, GEOMETRY, budget, CHUNK)
+    plan = make_plan(request, admission, stored, GEOMETRY, PrefillBudget(budget, 99, 1), CHUNK)
     return Plan(*(value.numpy() for value in plan))
 
 
@@ -236,3 +236,30 @@ def test_prefill_budget_goes_to_the_first_rows_and_the_rest_is_unfinished(budget
         assert plan.held[index] == fill + 1
         if fill < 2:
             assert plan.steps[index] == 0
+
+
+BUDGET = PrefillBudget(most=1024, shared=128, piece=64)
+
+
+@pytest.mark.parametrize(
+    ("needs", "gets"),
+    [
+        ([4000], [1024]),  # alone: all of it
+        ([4000, 2000], [512, 512]),  # long rows among themselves share alike
+        ([4000, 0], [128, 0]),  # somebody waits for a token
+        ([4000, 40, 100], [128, 40, 100]),  # short rows are never cut
+        ([900, 128, 4000], [64, 128, 64]),
+        ([4000] * 7 + [0], [64] * 7 + [0]),  # a piece each, at least
+        ([128] * 9, [128] * 8 + [0]),  # the short ones have a budget, too
+        ([128] * 8 + [5], [128] * 7 + [123, 5]),  # ... the shortest first
+        ([0, 0], [0, 0]),
+    ],
+)
+def test_long_prompts_share_the_budget_and_never_hold_up_short_ones(needs, gets):
+    fill = tf.constant(needs)
+    assert BUDGET.share_out(fill, tf.ones_like(fill, tf.bool)).numpy().tolist() == gets
+
+
+def test_a_refused_row_is_no_company():
+    allowed = BUDGET.share_out(tf.constant([4000, 0]), tf.constant([True, False]))
+    assert allowed.numpy().tolist() == [1024, 0]

@@ -39,6 +39,9 @@ ENGINES = {
         }
     ),
 }
+ENGINES["fair"] = EngineConfig(
+    **{**PLAIN.to_dict(), "capacity": 320, "prefill_tokens": 256, "shared_prefill_tokens": 64}
+)
 _PAGE_BYTES = 16 * CacheSpec.parse("dense").bytes_per_token(
     CONFIG.num_layers, CONFIG.num_key_value_heads, CONFIG.head_dim
 )
