@@ -23,6 +23,8 @@ ENGINES = {
     "default": EngineConfig(),
     "long": EngineConfig(slots=2, capacity=4352),
     "wide": EngineConfig(slots=8, capacity=4352),
+    # In the bytes of four slots of full length, and the page that is nobody's.
+    "many": EngineConfig(slots=64, capacity=2048, pool_bytes=(4 * 2048 + 64) * 46_080),
 }
 
 _STAMP = "made_from.txt"

@@ -11,6 +11,7 @@ from benchmarks.bars import Measurement
 #: Issue to the module that measures its figures. A new issue adds a line here.
 MODULES = {
     "path": "benchmarks.path",
+    "engine": "benchmarks.engine",
 }
 
 #: Called with a line about what is being done.

@@ -11,6 +11,7 @@ from tfkv.export.engine import Engine
 from tfkv.export.page_copies import Piece
 from tfkv.export.rows import DECODE, GENERATE, SCORE, Answer, Request
 from tfkv.export.session_table import Names
+from tfkv.export.transient import unique_name
 from tfkv.manifest import MAX_STOP_TOKENS, SignatureSpec, TensorSpec
 
 Tensors = dict[str, tf.Tensor]
@@ -237,11 +238,15 @@ def _batched(engine: Engine, signature: str) -> Callable[[Tensors], Tensors]:
         autograph=False,
         enable_large_batch_splitting=False,
     )(body)
+    queue = unique_name(signature)
 
     def serve(inputs: Tensors) -> Tensors:
         mode = tf.fill([tf.size(inputs["length"])], _MODES[signature])
         request, width = _request({**inputs, "mode": mode}, config.prefill_tokens)
-        outputs = batch(*_names(inputs), *request, width)
+        # TensorFlow finds the queue by the operation's name: under one name, calls of several
+        # signatures, or of several engines of a process, would be put into one batch.
+        with tf.name_scope(queue):
+            outputs = batch(*_names(inputs), *request, width)
         keys = [*names, "position", "status", "detail", "epoch"]
         # The batch function forgets shapes: metadata would lack them, and no rows lose an axis.
         return {

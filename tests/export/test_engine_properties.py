@@ -242,11 +242,15 @@ def _run(caller: Caller, engine: str, examples: int, steps: int) -> int:
 
 
 @pytest.mark.parametrize("engine", ["plain", "crowded"])
-def test_sessions_are_as_if_each_were_alone(caller_of, engine):
-    assert _run(caller_of(engine), engine, examples=4, steps=40) >= 150
+def test_sessions_are_as_if_each_were_alone(caller_of, engine, record_property):
+    done = _run(caller_of(engine), engine, examples=4, steps=40)
+    record_property("operations", done)
+    assert done >= 150
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["plain", "crowded"])
-def test_sessions_are_as_if_each_were_alone_for_long(caller_of, engine):
-    assert _run(caller_of(engine), engine, examples=55, steps=50) >= 2500
+def test_sessions_are_as_if_each_were_alone_for_long(caller_of, engine, record_property):
+    done = _run(caller_of(engine), engine, examples=55, steps=50)
+    record_property("operations", done)
+    assert done >= 2500

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -180,3 +182,27 @@ def test_levels_follow_what_sessions_hold(plain):
     assert plain.stats()["pages_used"] == 2
     plain.close(names)
     assert plain.stats()["pages_used"] == 0
+
+
+def test_signatures_called_at_once_are_not_put_into_one_batch(loaded):
+    """Their queues had one name: a batch of both failed with INTERNAL, and took all its rows."""
+    artifact = loaded["plain"]
+    failed = []
+
+    def call(signature: str, number: int) -> None:
+        for turn in range(10):
+            name = f"at-once-{signature}-{number}-{turn}"
+            answer = artifact.call(
+                signature, session_id=[name], tokens=[[5, 6, 7]], length=[3], position=[0]
+            )
+            artifact.call("close", session_id=[name])
+            if answer["status"][0] not in (Status.OK, Status.FULL):
+                failed.append(answer)
+
+    names = [
+        (signature, number) for signature in ("generate", "decode", "score") for number in "ab"
+    ]
+    with concurrent.futures.ThreadPoolExecutor(len(names)) as pool:
+        for done in [pool.submit(call, *name) for name in names]:
+            done.result()
+    assert not failed
