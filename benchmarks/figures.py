@@ -103,7 +103,7 @@ def _row(bar: Bar, measurement: Measurement | None) -> tuple[str, str, str, str,
     value, limit, note = "missing", bar.text, ""
     if measurement is not None:
         value, note = f"{measurement.value:.4g}", measurement.note
-        if measurement.value == int(measurement.value) and abs(measurement.value) < 1e9:
+        if float(measurement.value).is_integer() and abs(measurement.value) < 1e9:
             value = str(int(measurement.value))
         reached = bar.limit(measurement.names)
         if measurement.names and reached is not None:

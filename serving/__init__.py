@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         TextError,
     )
     from tfkv.serving.generation import Generation, Result, Sampling
+    from tfkv.serving.offload import OffloadTier
     from tfkv.serving.retry import Retry
     from tfkv.serving.saved_session import SavedSession
     from tfkv.serving.session import Session
@@ -36,6 +37,7 @@ _HOMES = {
     "Generation": "generation",
     "InputError": "failures",
     "NotFoundError": "failures",
+    "OffloadTier": "offload",
     "RefusedError": "failures",
     "Result": "generation",
     "Retry": "retry",
@@ -58,6 +60,7 @@ __all__ = [
     "Generation",
     "InputError",
     "NotFoundError",
+    "OffloadTier",
     "RefusedError",
     "Result",
     "Retry",

@@ -19,6 +19,7 @@ from tfkv.manifest import TOKENIZER_PATH, Manifest, latest_version
 from tfkv.serving import failures, wire
 from tfkv.serving.contract import Contract, Row
 from tfkv.serving.generation import Generation, Prompt, Sampling
+from tfkv.serving.offload import OffloadTier
 from tfkv.serving.retry import Deadline, Retry
 from tfkv.serving.session import Session
 from tfkv.serving.text import ChatTemplate, Tokenizer
@@ -62,6 +63,8 @@ class Client:
         credentials: Channel credentials for TLS; a plain channel by default.
         max_message_bytes: Largest message sent or received.
         retry: How calls are repeated.
+        offload: Directory for sessions that the server has no room for, see `OffloadTier`;
+            by default a call that finds the server full waits, and then fails.
 
     Raises:
         ArtifactError: The artifact's directory or manifest cannot be read.
@@ -89,6 +92,7 @@ class Client:
         credentials: grpc.ChannelCredentials | None = None,
         max_message_bytes: int = 1 << 30,
         retry: Retry | None = None,
+        offload: str | pathlib.Path | None = None,
     ) -> None:
         if version is not None and version_label is not None:
             raise failures.InputError("Give `version` or `version_label`, not both.")
@@ -97,6 +101,8 @@ class Client:
         self.tenant = tenant
         self.timeout = timeout
         self.retry = retry or Retry()
+        #: Where idle sessions wait, if anywhere.
+        self.offload = None if offload is None else OffloadTier(self, offload)
         self.manifest: Manifest | None = None
         self.tokenizer: Tokenizer | None = None
         self.chat_template: ChatTemplate | None = None
@@ -211,6 +217,8 @@ class Client:
     def call_row(self, signature: str, row: Row, deadline: Deadline) -> Row:
         """One bounded call of one row, repeated while the answer is BUSY or FULL.
 
+        With an offload tier, FULL first moves idle sessions out.
+
         Returns:
             The answer, whatever its status otherwise.
 
@@ -227,6 +235,8 @@ class Client:
         def attempt(seconds: float) -> Row:
             outputs = self._predict_once(request, seconds)
             answer = contract.decode(signature, outputs, 1)[0]
+            if answer["status"] == Status.FULL and self.offload and self.offload.make_room():
+                return attempt(seconds)
             if answer["status"] in _RETRIED_STATUS:
                 where = f"`{signature}` of session {row.get('session_id')!r}"
                 raise failures.row_error(answer["status"], answer["detail"], where)

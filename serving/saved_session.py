@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
 import tempfile
 import urllib.parse
-import zipfile
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -20,7 +21,12 @@ from tfkv.serving import failures
 #: What `snapshot` says of the whole session, and what it says page by page.
 _WHOLE = ("held", "filled", "fingerprint")
 _PAGED = ("tokens", "kinds", "logprobs", "data")
-_FORMAT = 1
+#: Of files in a directory of sessions.
+SUFFIX = ".session"
+#: First line of a file; the number is the format's version.
+_MAGIC = b"tfkv session 2\n"
+#: A page as `snapshot` gives it, by array name.
+_Page = dict[str, np.ndarray]
 
 
 class Predictor(Protocol):
@@ -51,8 +57,8 @@ class SavedSession:
             ``[pages, C]``, ``data`` uint8 ``[pages, page bytes]``.
 
     Example:
-        >>> SavedSession.read(client, "ada").save("ada.npz")
-        >>> SavedSession.load("ada.npz").restore(other_client)
+        >>> SavedSession.fetch(client, "ada", "ada.session")
+        >>> SavedSession.load("ada.session").restore(other_client)
     """
 
     session_id: str
@@ -75,29 +81,31 @@ class SavedSession:
             SessionError: It was changed while it was read.
             ServerError: As for `Client.predict`.
         """
-        whole: dict[str, Any] = {}
-        pages: dict[str, list[np.ndarray]] = {name: [] for name in _PAGED}
-        size = 1
-        while not whole or len(pages["tokens"]) * size < whole["held"]:
-            inputs = {"page": np.array([len(pages["tokens"])], np.int32)}
-            answer = _call(client, "snapshot", session_id, inputs, timeout)
-            said = {name: answer[name] for name in _WHOLE}
-            if whole and said != whole:
-                raise failures.SessionError(
-                    f"Session {session_id!r} was changed while it was read. "
-                    "Let its callers rest, and read it again."
-                )
-            whole = said
-            for name, arrays in pages.items():
-                arrays.append(answer[name])
-            size = len(answer["tokens"])
-        return cls(
-            session_id,
-            int(whole["held"]),
-            int(whole["filled"]),
-            whole["fingerprint"].decode(),
-            {name: np.stack(arrays) for name, arrays in pages.items()},
-        )
+        snapshots = list(_snapshots(client, session_id, timeout))
+        pages = {name: np.stack([page[name] for _, page in snapshots]) for name in _PAGED}
+        return cls(session_id, pages=pages, **snapshots[0][0])
+
+    @classmethod
+    def fetch(
+        cls,
+        client: Predictor,
+        session_id: str,
+        path: str | pathlib.Path,
+        timeout: float | None = None,
+    ) -> Self:
+        """Reads a session from a server straight into a file, a page at a time.
+
+        Choose it over `read` and `save` for long sessions: a page is all that is held in
+        memory. Arguments and errors are those of `read`.
+
+        Returns:
+            The session, mapped from the file.
+        """
+        snapshots = _snapshots(client, session_id, timeout)
+        whole, first = next(snapshots)
+        pages = itertools.chain([first], (page for _, page in snapshots))
+        _write(pathlib.Path(path), {"session_id": session_id, **whole}, pages)
+        return cls.load(path)
 
     def restore(
         self,
@@ -135,44 +143,113 @@ class SavedSession:
             _call(client, "restore", name, inputs, timeout)
 
     def save(self, path: str | pathlib.Path) -> None:
-        """Writes a file, whole or not at all: NumPy's ``.npz``, every part checksummed."""
-        path = pathlib.Path(path)
+        """Writes a file, whole or not at all, with a checksum for each page."""
         head = {name: getattr(self, name) for name in ("session_id", *_WHOLE)}
-        text = json.dumps({"format": _FORMAT, **head})
-        arrays: dict[str, Any] = {"head": np.array(text), **self.pages}
-        number, part = tempfile.mkstemp(prefix=".writing-", dir=path.parent)
-        try:
-            with os.fdopen(number, "wb") as file:
-                np.savez(file, **arrays)
-            pathlib.Path(part).replace(path)
-        except BaseException:
-            pathlib.Path(part).unlink(missing_ok=True)
-            raise
+        count = len(self.pages["tokens"])
+        pages = ({name: rows[n] for name, rows in self.pages.items()} for n in range(count))
+        _write(pathlib.Path(path), head, pages)
 
     @classmethod
     def load(cls, path: str | pathlib.Path) -> Self:
-        """Reads a file that `save` wrote.
+        """Maps a file that `save` or `fetch` wrote into memory, and checks it.
 
         Raises:
             SessionError: It cannot be read, is damaged, or is something else.
         """
+        path = pathlib.Path(path)
         try:
-            with pathlib.Path(path).open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-                head = json.loads(str(file["head"]))
-                pages = {name: file[name] for name in _PAGED}
-            if head.pop("format") != _FORMAT:
-                raise ValueError("another format version")
-            return cls(**head, pages=pages)
-        except (OSError, KeyError, TypeError, ValueError, EOFError, zipfile.BadZipFile) as error:
+            head, record, offset = _read_head(path)
+            pages = np.memmap(path, record, "r", offset)
+            for page in pages:
+                if _checksum(page) != page["crc32"]:
+                    raise ValueError("a page does not match its checksum")
+            size = len(pages[0]["tokens"])
+            if len(pages) != -(-head["held"] // size):
+                raise ValueError("pages are missing")
+            return cls(**head, pages={name: pages[name] for name in _PAGED})
+        except (OSError, KeyError, TypeError, ValueError, IndexError) as error:
             raise failures.SessionError(
                 f"{path} is not a saved session, or is damaged ({type(error).__name__}: {error}). "
                 "Expected a file that `SavedSession.save` or `tfkv sessions dump` wrote."
             ) from error
 
 
+def _snapshots(
+    client: Predictor, session_id: str, timeout: float | None
+) -> Iterator[tuple[dict[str, Any], _Page]]:
+    """What a server says of the whole session, and its pages, one after the other.
+
+    Raises:
+        RowError: There is no such session, or it cannot be read.
+        SessionError: It was changed meanwhile.
+    """
+    whole: dict[str, Any] = {}
+    count, size = 0, 1
+    while not whole or count * size < whole["held"]:
+        inputs = {"page": np.array([count], np.int32)}
+        answer: Mapping[str, Any] = _call(client, "snapshot", session_id, inputs, timeout)
+        said = {
+            "held": int(answer["held"]),
+            "filled": int(answer["filled"]),
+            "fingerprint": answer["fingerprint"].decode(),
+        }
+        if whole and said != whole:
+            raise failures.SessionError(
+                f"Session {session_id!r} was changed while it was read. "
+                "Let its callers rest, and read it again."
+            )
+        whole, count, size = said, count + 1, len(answer["tokens"])
+        yield whole, {name: answer[name] for name in _PAGED}
+
+
+def _write(path: pathlib.Path, head: Mapping[str, Any], pages: Iterable[_Page]) -> None:
+    """Writes head and pages to a new file, which then takes its place."""
+    number, part = tempfile.mkstemp(prefix=".writing-", dir=path.parent)
+    try:
+        with os.fdopen(number, "wb") as file:
+            for index, page in enumerate(pages):
+                fields = [(name, page[name].dtype, page[name].shape) for name in _PAGED]
+                record = np.zeros(1, [*fields, ("crc32", np.uint32)])[0]
+                for name in _PAGED:
+                    record[name] = page[name]
+                record["crc32"] = _checksum(record)
+                if index == 0:
+                    descr = np.lib.format.dtype_to_descr(record.dtype)
+                    text = json.dumps({**head, "record": descr}).encode()
+                    file.write(_MAGIC + b"%08x\n" % zlib.crc32(text) + text + b"\n")
+                file.write(record.tobytes())
+        pathlib.Path(part).replace(path)
+    except BaseException:
+        pathlib.Path(part).unlink(missing_ok=True)
+        raise
+
+
+def _read_head(path: pathlib.Path) -> tuple[dict[str, Any], np.dtype, int]:
+    """Head, type of a page's record, and where the first one begins.
+
+    Raises:
+        ValueError: The file is something else.
+    """
+    with path.open("rb") as file:
+        if file.read(len(_MAGIC)) != _MAGIC:
+            raise ValueError("another format")
+        checksum, text = file.readline().strip(), file.readline()[:-1]
+        if b"%08x" % zlib.crc32(text) != checksum:
+            raise ValueError("its head does not match its checksum")
+        offset = file.tell()
+    head = json.loads(text)
+    fields = [(name, dtype, *map(tuple, shape)) for name, dtype, *shape in head.pop("record")]
+    return head, np.dtype(fields), offset
+
+
+def _checksum(record: np.void) -> int:
+    """CRC-32 of a page, its own checksum left out."""
+    return zlib.crc32(record.tobytes()[: -record.dtype["crc32"].itemsize])
+
+
 def file_name(session_id: str) -> str:
     """Name of a session's file in a directory of them."""
-    return urllib.parse.quote(session_id, safe="") + ".npz"
+    return urllib.parse.quote(session_id, safe="") + SUFFIX
 
 
 def _call(

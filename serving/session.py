@@ -600,6 +600,31 @@ class Session:
         if self.epoch is not None or self._foreign_from is not None:
             self._close_on_server(Deadline.after(timeout))
 
+    # For the offload tier
+
+    @property
+    def lifetime(self) -> dict[str, Any]:
+        """How long the server keeps it: ``ttl_ms`` and ``pin``."""
+        return {"ttl_ms": self._lifetime["ttl_ms"], "pin": bool(self._lifetime["pin"])}
+
+    def hold(self, stack: contextlib.ExitStack) -> bool:
+        """Keeps the session from being called until the stack ends.
+
+        Returns:
+            False where a call is under way, or the session is pinned to the server.
+        """
+        if self._lifetime["pin"] or not self._lock.acquire(blocking=False):
+            return False
+        stack.callback(self._lock.release)
+        return True
+
+    def close_quietly(self) -> None:
+        """Frees it on the server and changes nothing here; only while it is held."""
+        row = {"session_id": self.session_id}
+        answer = self._client.call_row("close", row, Deadline.after(None))
+        if int(answer["status"]) not in (Status.OK, Status.UNKNOWN):
+            raise self._row_error("close", answer)
+
     # The protocol
 
     def _reach(
@@ -721,6 +746,8 @@ class Session:
                 "Give each thread a session of its own; the client can be shared."
             )
         try:
+            if self._client.offload is not None and signature != "close":
+                self._client.offload.touch(self, deadline)
             return self._client.call_row(signature, row, deadline)
         except TfkvError as error:
             if is_uncertain(error):
@@ -782,6 +809,8 @@ class Session:
         answer = self._call("close", {"session_id": self.session_id}, deadline)
         if int(answer["status"]) not in (Status.OK, Status.UNKNOWN):
             raise self._row_error("close", answer)
+        if self._client.offload is not None:
+            self._client.offload.forget(self.session_id)
         self._confirmed = 0
         self._foreign_from = None
 

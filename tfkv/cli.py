@@ -529,9 +529,8 @@ def dump_sessions(
     directory.mkdir(parents=True, exist_ok=True)
     with Client(target, model, tenant=tenant, timeout=timeout) as client:
         for name in ids:
-            saved = SavedSession.read(client, name)
             path = directory / file_name(name)
-            saved.save(path)
+            saved = SavedSession.fetch(client, name, path)
             typer.echo(f"{path}: {saved.held} tokens")
 
 
@@ -546,9 +545,10 @@ def load_sessions(
 ) -> None:
     """Brings sessions of files back; the artifact must have the same weights and cache."""
     from tfkv.serving import Client, SavedSession
+    from tfkv.serving.saved_session import SUFFIX
 
     with Client(target, model, tenant=tenant, timeout=timeout) as client:
-        for path in sorted(directory.glob("*.npz")):
+        for path in sorted(directory.glob(f"*{SUFFIX}")):
             saved = SavedSession.load(path)
             saved.restore(client, ttl_ms=ttl_ms)
             typer.echo(f"{saved.session_id}: {saved.held} tokens")

@@ -46,6 +46,11 @@ def console() -> Console:
     return Console(file=io.StringIO(), width=200)
 
 
+def test_a_value_that_is_no_number_falls_short_and_breaks_no_table() -> None:
+    lines = figures.table(BARS[:1], {"demo.exact": Measurement(float("nan"), note="no clock")})
+    assert lines == ["demo.exact  nan  tokens  = 640  FALLS SHORT  (no clock)"]
+
+
 def test_table_has_a_line_for_each_figure() -> None:
     lines = figures.table(BARS, figures.run_measures([both], console()))
     assert [line.split()[:3] for line in lines] == [

@@ -81,6 +81,17 @@ def test_a_session_goes_through_a_server_and_a_file(saved, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
+def test_a_session_is_fetched_into_a_file_and_mapped_from_it(saved, tmp_path):
+    shelf = Shelf("ada")
+    saved.restore(shelf)
+    fetched = SavedSession.fetch(shelf, saved.session_id, tmp_path / "one.session")
+    assert same(fetched, saved)
+    assert isinstance(fetched.pages["data"], np.memmap)
+    again = Shelf("ada")
+    fetched.restore(again)
+    assert same(SavedSession.read(again, saved.session_id), saved)
+
+
 def test_it_can_get_another_name(saved):
     shelf = Shelf()
     saved.restore(shelf, "other")
@@ -100,14 +111,18 @@ def test_a_session_that_changes_meanwhile_is_an_error(saved):
         SavedSession.read(shelf, saved.session_id)
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "text", "missing"])
+@pytest.mark.parametrize("damage", ["flip", "head", "cut", "page lost", "text", "missing"])
 def test_a_damaged_file_is_an_error(saved, tmp_path, damage):
-    path = tmp_path / "session.npz"
+    path = tmp_path / "one.session"
     saved.save(path)
     whole = path.read_bytes()
     if damage == "flip":
-        at = whole.index(saved.pages["data"].tobytes())
+        at = whole.index(saved.pages["data"][1].tobytes())
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    elif damage == "head":
+        path.write_bytes(whole.replace(b'"held": 10', b'"held": 11'))
+    elif damage == "page lost":
+        path.write_bytes(whole[: -(len(whole) - whole.rindex(b"\n") - 1) // 3])
     elif damage == "cut":
         path.write_bytes(whole[: len(whole) // 2])
     elif damage == "text":
@@ -119,4 +134,4 @@ def test_a_damaged_file_is_an_error(saved, tmp_path, damage):
 
 
 def test_file_names_stay_in_their_directory():
-    assert file_name("../a/b") == "..%2Fa%2Fb.npz"
+    assert file_name("../a/b") == "..%2Fa%2Fb.session"
