@@ -24,6 +24,16 @@ _REJECTED = {
 }
 
 
+#: Buckets of the batch size: most rows of each, None for any number.
+_BATCHES = {
+    "batches_to_1": 1,
+    "batches_to_2": 2,
+    "batches_to_4": 4,
+    "batches_to_8": 8,
+    "batches_to_more": None,
+}
+
+
 class Stats:
     """What ``stats`` answers with.
 
@@ -80,6 +90,12 @@ class Stats:
         for name, statuses in _REJECTED.items():
             refused = [plan.status == int(status) for status in statuses]
             added[name] = total(counted & tf.reduce_any(tf.stack(refused), axis=0))
+        # Padding and probes are no rows: a warm-up leaves the histogram empty.
+        size, below = added["rows"], 0
+        for name, most in _BATCHES.items():
+            fits = (size > below) if most is None else (size > below) & (size <= most)
+            added[name] = tf.cast(fits, tf.int64)
+            below = most or below
         zero = tf.constant(0, tf.int64)
         return tf.stack([added.get(name, zero) for name in STATS])
 

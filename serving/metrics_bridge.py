@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -12,6 +13,7 @@ import prometheus_client
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
+    HistogramMetricFamily,
     InfoMetricFamily,
     Metric,
     UnknownMetricFamily,
@@ -69,6 +71,33 @@ class _Family:
         return metric if metric.samples else None
 
 
+@dataclasses.dataclass(frozen=True)
+class _Histogram:
+    """A distribution of one name.
+
+    Args:
+        name: Without prefix.
+        stats: Upper bound of each bucket to name in `STATS`, ascending.
+        total: Name in `STATS` of the sum of all values.
+        text: What it means.
+    """
+
+    name: str
+    stats: Mapping[str, str]
+    total: str
+    text: str
+
+    def metric(self, values: Mapping[str, int]) -> Metric | None:
+        """The histogram, or ``None`` where a part of it is missing."""
+        if not {*self.stats.values(), self.total} <= set(values):
+            return None
+        counts = itertools.accumulate(values[stat] for stat in self.stats.values())
+        buckets = [(bound, float(count)) for bound, count in zip(self.stats, counts, strict=True)]
+        metric = HistogramMetricFamily(PREFIX + self.name, self.text)
+        metric.add_metric([], buckets, values[self.total])
+        return metric
+
+
 def _one(name: str, stat: str, counter: bool = True, **further: str | float) -> _Family:
     return _Family(name, counter, {"": stat}, **further)  # type: ignore[arg-type]
 
@@ -98,6 +127,18 @@ _FAMILIES = (
         text=f"bytes of the pool; used: {STATS['bytes_used']}; free: the rest",
     ),
     _one("batches", "calls"),
+    _Histogram(
+        "batch_rows",
+        stats={
+            "1": "batches_to_1",
+            "2": "batches_to_2",
+            "4": "batches_to_4",
+            "8": "batches_to_8",
+            "+Inf": "batches_to_more",
+        },
+        total="rows",
+        text="rows of a batch, padding not counted",
+    ),
     _one("rows", "rows"),
     _one("rows_padded", "rows_padded"),
     _one("rows_replayed", "replays"),

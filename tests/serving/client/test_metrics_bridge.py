@@ -65,12 +65,25 @@ def test_values_of_a_label_add_up(bridge: MetricsBridge) -> None:
     assert page['tfkv_cache_bytes{state="free"}'] == 9000 - VALUES["bytes_used"]
 
 
+def test_batch_sizes_are_a_histogram(bridge: MetricsBridge) -> None:
+    page = samples(bridge.render())
+    total = 0
+    for bound, most in (("1.0", 1), ("2.0", 2), ("4.0", 4), ("8.0", 8), ("+Inf", "more")):
+        total += VALUES[f"batches_to_{most}"]
+        bounds = [name for name in page if name.startswith("tfkv_batch_rows_bucket")]
+        (name,) = [name for name in bounds if f'le="{bound}"' in name or f'le="{most}"' in name]
+        assert page[name] == total
+    assert page["tfkv_batch_rows_count"] == total
+    assert page["tfkv_batch_rows_sum"] == VALUES["rows"]
+
+
 def test_every_stat_is_on_the_page_with_a_type(bridge: MetricsBridge) -> None:
     """A new line of `STATS` needs a family, or it shows up as untyped."""
     families = list(text_string_to_metric_families(bridge.render()))
-    assert {family.type for family in families} <= {"counter", "gauge", "info"}
+    assert {family.type for family in families} <= {"counter", "gauge", "histogram", "info"}
     shown = {sample.value for family in families for sample in family.samples}
     gone = {"pages", "pages_used", "bytes_pool", "uptime_ms"}
+    gone |= {name for name in VALUES if name.startswith("batches_to_")}  # added up
     assert {value for name, value in VALUES.items() if name not in gone} <= shown
     for family in families:
         assert family.name.startswith("tfkv")
