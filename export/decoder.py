@@ -152,15 +152,14 @@ class PackedDecoder:
             stored = keys < tf.gather(scan.start, owned)[:, tf.newaxis]
             keys = tf.where(stored & (owners >= 0)[:, tf.newaxis], keys, -1)
             mask = self.geometry.mask(tf.gather(positions, owned), keys)
-            part = attention.attend(
+            merged = attention.attend_owned(
+                shaped(*so_far),
                 tf.gather(queries, owned),
                 *self.pool.gather(parts, take(scan.pages), layer),
                 mask,
                 self.pool.codec,
-                key_columns=True,
+                owners,
             )
-            part = attention.merge_by_owner(part, owners, rows)
-            merged = attention.merge(shaped(*so_far), part)
             return (index + 1, *map(keep_shape, flat(merged), so_far))
 
         trips = (scan.count + step - 1) // step

@@ -66,7 +66,6 @@ def attend(
     values: Coded,
     mask: tf.Tensor,
     codec: Codec,
-    key_columns: bool = False,
 ) -> Partial:
     """Attention of grouped queries over one part of the keys.
 
@@ -76,9 +75,8 @@ def attend(
         values: Coded values likewise.
         mask: bool ``[A, T, S]``, from `tfkv.layers.masks`; Q is a multiple of T.
         codec: How keys and values are written.
-        key_columns: Whether the parts of the keys are ``[A, K, ..., S]``.
     """
-    scores = codec.scores(queries, keys, key_columns)
+    scores = codec.scores(queries, keys)
     mask = _spread(mask, scores)
     # Masked before exp as well as after: a hidden score far above the peak would overflow,
     # and 0 times its infinite slope is NaN when trained.
@@ -106,29 +104,48 @@ def merge(first: Partial, second: Partial) -> Partial:
     )
 
 
-def merge_by_owner(parts: Partial, owners: tf.Tensor, rows: int | tf.Tensor) -> Partial:
-    """Merges parts ``[A, ...]`` that belong to the same row into ``[rows, ...]``.
+def attend_owned(
+    so_far: Partial,
+    queries: tf.Tensor,
+    keys: Coded,
+    values: Coded,
+    mask: tf.Tensor,
+    codec: Codec,
+    owners: tf.Tensor,
+) -> Partial:
+    """What rows have seen so far, and several pages more of each; the same as to `attend` to
+    each page and to `merge`, in fewer operations.
 
     Args:
-        parts: One part for each page read.
+        so_far: Of the rows, fields ``[B, K, Q, ...]``.
+        queries: Of each page's owner, ``[A, K, Q, H]``.
+        keys: Coded keys of the pages, a token a column: parts ``[A, K, ..., C]``.
+        values: Coded values, parts ``[A, K, C, ...]``.
+        mask: bool ``[A, T, C]``; Q is a multiple of T.
+        codec: How keys and values are written.
         owners: int32 ``[A]``, row of each page; −1 = nobody's.
-        rows: Batch size B.
     """
-    owned = tf.range(rows)[:, tf.newaxis] == owners[tf.newaxis, :]
-    by_row = owned[:, :, tf.newaxis, tf.newaxis]
-    peak = tf.reduce_max(tf.where(by_row, parts.peak[tf.newaxis], _FLOOR), axis=1)
-    share = tf.exp(parts.peak - tf.gather(peak, tf.maximum(owners, 0)))
-    share = tf.where((owners >= 0)[:, tf.newaxis, tf.newaxis], share, 0.0)
-    owned = tf.cast(owned, parts.output.dtype)
+    owned = tf.range(shape_of(so_far.peak)[0])[:, tf.newaxis] == owners
+    scores = codec.scores(queries, keys, columns=True)
+    mask = _spread(mask & (owners >= 0)[:, tf.newaxis, tf.newaxis], scores)
+    scores = tf.where(mask, scores, _FLOOR)
+    peaks = tf.where(
+        owned[:, :, tf.newaxis, tf.newaxis], tf.reduce_max(scores, axis=-1)[tf.newaxis], _FLOOR
+    )
+    peak = tf.maximum(so_far.peak, tf.reduce_max(peaks, axis=1))
+    of_owner = tf.gather(peak, tf.maximum(owners, 0))
+    weights = tf.where(mask, tf.exp(scores - of_owner[..., tf.newaxis]), 0.0)
+    share = tf.cast(owned, weights.dtype)
 
     def collect(x: tf.Tensor) -> tf.Tensor:
         pages, *rest = shape_of(x)
-        return tf.reshape(tf.matmul(owned, tf.reshape(x, [pages, -1])), [rows, *rest])
+        return tf.reshape(tf.matmul(share, tf.reshape(x, [pages, -1])), [shape_of(share)[0], *rest])
 
+    left = tf.exp(so_far.peak - peak)
     return Partial(
         peak,
-        collect(parts.mass * share),
-        collect(parts.output * share[..., tf.newaxis]),
+        so_far.mass * left + collect(tf.reduce_sum(weights, axis=-1)),
+        so_far.output * left[..., tf.newaxis] + collect(codec.mix(weights, values)),
     )
 
 

@@ -132,7 +132,7 @@ class EngineConfig:
     ttl_ms: int = 600_000
     pool_bytes: int = 0
     tenant_sessions: int = 0
-    scan_pages: int = 4
+    scan_pages: int = 8
     xla: bool = True
 
     def __post_init__(self) -> None:

@@ -77,19 +77,36 @@ def test_gradient_is_finite_beside_huge_hidden_scores():
     assert np.isfinite(tape.gradient(loss, queries)).all()
 
 
-def test_merge_by_owner_equals_attention_of_each_row_alone():
+def test_pages_of_several_owners_equal_attention_of_each_row_alone():
     """A page goes to its owner; pages of nobody (−1) count for no row."""
     queries, keys, values, mask = _inputs(keys=4)
     owners = tf.constant([1, 0, 1, -1, 0])
     rows = tf.maximum(owners, 0)
     random = np.random.default_rng(5)
     pages = [{"codes": tf.constant(random.normal(size=(5, 2, 4, 8)), tf.float32)} for _ in "kv"]
+    columns = {"codes": tf.linalg.matrix_transpose(pages[0]["codes"])}
     seen = tf.gather(mask, rows)
+    so_far = attention.attend(queries, keys, values, mask, FLOAT)
+    merged = attention.attend_owned(
+        so_far, tf.gather(queries, rows), columns, pages[1], seen, FLOAT, owners
+    )
     parts = attention.attend(tf.gather(queries, rows), *pages, seen, FLOAT)
-    merged = attention.normalize(attention.merge_by_owner(parts, owners, 2))
     for row, own in ((0, [1, 4]), (1, [0, 2])):
-        expected = _saw_nothing(queries[row : row + 1])
+        expected = attention.Partial(*(field[row : row + 1] for field in so_far))
         for page in own:
             one = attention.Partial(*(field[page : page + 1] for field in parts))
             expected = attention.merge(expected, one)
-        np.testing.assert_allclose(merged[row], attention.normalize(expected)[0], atol=1e-6)
+        one = attention.Partial(*(field[row : row + 1] for field in merged))
+        np.testing.assert_allclose(
+            attention.normalize(one), attention.normalize(expected), atol=1e-6
+        )
+
+
+def test_rows_without_a_page_stay_as_they_were():
+    queries, keys, values, mask = _inputs(keys=4)
+    so_far = attention.attend(queries, keys, values, mask, FLOAT)
+    columns = {"codes": tf.linalg.matrix_transpose(keys["codes"])}
+    nobody = tf.constant([-1, -1])
+    same = attention.attend_owned(so_far, queries, columns, values, mask, FLOAT, nobody)
+    for one, other in zip(same, so_far, strict=True):
+        np.testing.assert_array_equal(one, other)
