@@ -7,7 +7,7 @@ import contextlib
 import logging
 import pathlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import TYPE_CHECKING
 
 from tfkv.errors import RowError, Status, TfkvError
@@ -81,23 +81,26 @@ class OffloadTier:
 
     def make_room(self) -> bool:
         """Moves out the session that has rested longest; False where none can be moved."""
-        for session in self._resting():
-            path = self.directory / file_name(session.session_id)
-            try:
-                SavedSession.fetch(self._client, session.session_id, path)
-                session.close_quietly()
-            except TfkvError as error:
-                # Not there any more, or not to be read as a whole: another one may be.
-                _log.info("Session %s stays: %s", session.session_id, error)
-                path.unlink(missing_ok=True)
-                continue
-            with self._guard:
-                self._away[session.session_id] = path
-                self.moved_out += 1
-            return True
-        return False
+        with contextlib.closing(self._resting()) as resting:
+            return any(self._move_out(session) for session in resting)
 
-    def _resting(self) -> Iterator[Session]:
+    def _move_out(self, session: Session) -> bool:
+        """Writes a session that is held to its file and frees it; False where it stays."""
+        path = self.directory / file_name(session.session_id)
+        try:
+            SavedSession.fetch(self._client, session.session_id, path)
+            session.close_quietly()
+        except TfkvError as error:
+            # Not there any more, or not to be read as a whole: another one may be.
+            _log.info("Session %s stays: %s", session.session_id, error)
+            path.unlink(missing_ok=True)
+            return False
+        with self._guard:
+            self._away[session.session_id] = path
+            self.moved_out += 1
+        return True
+
+    def _resting(self) -> Generator[Session, None, None]:
         """Sessions that nobody calls just now, the longest at rest first; each is locked, and
         is not on the server any more as far as this tier knows."""
         with self._guard:
@@ -121,7 +124,8 @@ class OffloadTier:
                 except RowError as error:
                     if error.status != Status.FULL or not self.make_room():
                         raise
-            self.moved_in += 1
+            with self._guard:
+                self.moved_in += 1
         except RowError as error:
             if error.status == Status.FULL:
                 with self._guard:
