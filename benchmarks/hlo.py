@@ -100,14 +100,16 @@ def large_copies(
     ]
 
 
-def reshaped_operands(hlo_text: str) -> list[Instruction]:
-    """Fused products that read an input of the fusion through another shape.
+def reshaped_operands(hlo_text: str, elements: int = 1) -> list[Instruction]:
+    """Fused products of a matrix with a vector that they read through another shape.
 
-    XLA's CPU backend then computes an index for each element it reads, which took a product
-    with a weight matrix five times as long. Axes of length 1 are no other shape.
+    XLA's CPU backend then computes an index for each element of the vector, once for each row
+    of the matrix: that took a product with a weight matrix five times as long. Axes of length
+    1 are no other shape.
 
     Args:
         hlo_text: Optimised HLO, as text.
+        elements: Least size of the matrix; smaller ones do not count.
 
     Returns:
         The products.
@@ -118,18 +120,23 @@ def reshaped_operands(hlo_text: str) -> list[Instruction]:
     def axes(item: Instruction) -> list[int]:
         return [axis for axis in item.shape if axis != 1]
 
-    def reshapes(item: Instruction | None) -> bool:
-        if item is None or item.op != "bitcast":
+    def reshapes(item: Instruction) -> bool:
+        if item.op != "bitcast":
             return False
         source = everything.get((item.computation, item.operands[0]))
         return source is not None and source.op == "parameter" and axes(source) != axes(item)
+
+    def operands(item: Instruction) -> list[Instruction]:
+        found = (everything.get((item.computation, name)) for name in item.operands)
+        return [operand for operand in found if operand is not None]
 
     return [
         item
         for item in everything.values()
         if item.op == "dot"
         and item.computation in fused
-        and any(reshapes(everything.get((item.computation, name))) for name in item.operands)
+        and max((operand.elements for operand in operands(item)), default=0) >= elements
+        and reshapes(min(operands(item), key=lambda operand: operand.elements))
     ]
 
 

@@ -88,3 +88,5 @@ ENTRY %main (a: f32[4,8,8], b: f32[8,8], c: f32[1,2,4], d: f32[1,1,8]) -> f32[8]
 
 def test_only_a_product_that_reads_through_another_shape_is_found() -> None:
     assert [item.name for item in reshaped_operands(PRODUCTS)] == ["dot.1"]
+    assert [item.name for item in reshaped_operands(PRODUCTS, 64)] == ["dot.1"]
+    assert reshaped_operands(PRODUCTS, 65) == []

@@ -125,12 +125,20 @@ class Caller:
         return {k: int(v[0]) for k, v in self.artifact.call("stats", session_id=["?"]).items()}
 
     def counted(self, before: dict[str, int]) -> dict[str, int]:
-        """Counters that changed since `before`, by how much; clocks and levels left out."""
+        """Counters that changed since `before`, by how much; clocks, levels and the histogram of
+        batch sizes (see `batches`) left out."""
         after = self.stats()
         levels = ("slots_used", "bytes_used", "uptime_ms", "pages_used", "pages_shared")
         levels += ("pages_cached", "pages_free")
-        changed = {k: after[k] - before[k] for k in after if k not in levels}
+        left_out = {*levels, *(name for name in after if name.startswith("batches_to_"))}
+        changed = {k: after[k] - before[k] for k in after if k not in left_out}
         return {k: v for k, v in changed.items() if v}
+
+    def batches(self, before: dict[str, int]) -> list[int]:
+        """Batches since `before` of 1, of 2, of up to 4, of up to 8 and of more rows."""
+        after = self.stats()
+        names = [f"batches_to_{most}" for most in (1, 2, 4, 8, "more")]
+        return [after[name] - before[name] for name in names]
 
     def close_all(self) -> None:
         for tenant, session in sorted(self.sessions):
