@@ -102,8 +102,8 @@ class EngineConfig:
         prefill_tokens: Most prompt tokens one call carries, and most that one batch
             prefills (axis T).
         shared_prefill_tokens: Most tokens that long prompts prefill in a batch where other
-            callers wait for their tokens; at most a prefill piece of 64 for each of them
-            where there are many. A prompt that needs no more is never cut.
+            callers wait for their tokens, but a prefill piece of 64 for each of them at
+            least. A prompt that needs no more is never cut.
         batch_sizes: Compiled batch sizes, ascending; the last is the largest batch.
         batch_timeout_us: How long the in-graph batcher waits for company, microseconds.
         max_enqueued_batches: Batches that may wait; beyond it callers get UNAVAILABLE.

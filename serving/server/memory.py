@@ -47,7 +47,7 @@ def use_huge_pages() -> None:
     """
     try:
         libc = ctypes.CDLL("libc.so.6", use_errno=True)
-        maps = pathlib.Path("/proc/self/smaps").read_text(encoding="utf-8")
+        maps = pathlib.Path("/proc/self/maps").read_text(encoding="utf-8")
     except (OSError, AttributeError):
         return
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
