@@ -18,11 +18,14 @@ from tfkv.manifest import Manifest, latest_version
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SOURCE = "smollm2"
 
+_WIDE = EngineConfig(slots=8, capacity=4352)
+
 #: Engines by name; the folder is ``artifacts/bench-<name>``.
 ENGINES = {
     "default": EngineConfig(),
     "long": EngineConfig(slots=2, capacity=4352),
-    "wide": EngineConfig(slots=8, capacity=4352),
+    "wide": _WIDE,
+    **{f"pages-{size}": dataclasses.replace(_WIDE, page_size=size) for size in (16, 32, 64, 128)},
     # In the bytes of four slots of full length, and the page that is nobody's.
     "many": EngineConfig(slots=64, capacity=2048, pool_bytes=(4 * 2048 + 64) * 46_080),
 }

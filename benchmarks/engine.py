@@ -83,6 +83,11 @@ class Artifact:
             if last and reached > len(text):
                 return reached
 
+    def close(self, names: Sequence[str]) -> None:
+        """Ends sessions."""
+        for name in names:
+            self._loaded.call("close", session_id=[name])
+
     def stats(self) -> dict[str, int]:
         """The artifact's counters."""
         answer = self._loaded.call("stats", session_id=[""])

@@ -27,16 +27,21 @@ def write(result: Mapping[str, Any], directory: pathlib.Path) -> str:
 
 def markdown(result: Mapping[str, Any]) -> str:
     """The table: medians, with the least and the most in brackets."""
-    rows = [_HEAD, tuple("---" for _ in _HEAD)]
+    rows = []
     for run in result["runs"]:
         rates = (
             _rate(run["decode"], run["decode_median"]),
             _rate(run["prefill"], run["prefill_median"]),
         )
         rows.append((run["system"], str(run["context"]), str(run["rows"]), *rates))
-    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     machine = ", ".join(f"{name} {value:.1f}" for name, value in result["machine"].items())
-    return f"Machine: {machine}.\n\n{table}"
+    return f"Machine: {machine}.\n\n{table(_HEAD, rows)}"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _rate(values: Sequence[float], median: float | None) -> str:

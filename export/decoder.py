@@ -8,9 +8,11 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tfkv.config import DecoderConfig
+from tfkv.export import page_scan
 from tfkv.export.geometry import CacheGeometry
 from tfkv.export.packed_weights import PackedWeights
 from tfkv.export.page_pool import PagePool, Parts
+from tfkv.export.page_scan import PageList, PageScan
 from tfkv.layers import attention
 from tfkv.layers.attention import Partial
 from tfkv.layers.codecs import FloatCodec
@@ -19,24 +21,6 @@ from tfkv.layers.rotary import rotary_angles, rotate
 from tfkv.layers.shapes import keep_shape, shape_of
 
 _FRESH = FloatCodec("float32")
-
-
-class PageScan(NamedTuple):
-    """The pages that a batch reads, in one list.
-
-    Attributes:
-        pages: int32 ``[A]``, physical pages.
-        owners: int32 ``[A]``, row that reads each; −1 behind the last.
-        bases: int32 ``[A]``, position of each page's first token.
-        count: int32, how many of the list count.
-        start: int32 ``[B]``, positions below it are read from pages.
-    """
-
-    pages: tf.Tensor
-    owners: tf.Tensor
-    bases: tf.Tensor
-    count: tf.Tensor
-    start: tf.Tensor
 
 
 class Fresh(NamedTuple):
@@ -92,34 +76,8 @@ class PackedDecoder:
         )
 
     def scan(self, table: tf.Tensor, start: tf.Tensor, reads: tf.Tensor) -> PageScan:
-        """Lists the live pages of rows.
-
-        Args:
-            table: int32 ``[B, columns]``, block-table rows.
-            start: int32 ``[B]``, first position that is not on pages.
-            reads: bool ``[B]``, whether the row reads at all.
-        """
-        rows, columns = shape_of(table)
-        span = self.geometry.page_span(start)
-        sinks, first, end = tf.unstack(span, axis=-1)
-        counts = tf.where(reads, sinks + end - first, 0)
-        ends = tf.cumsum(counts)
-        item = tf.range(rows * columns + self.scan_pages)
-        owner = tf.reduce_sum(tf.cast(item[:, tf.newaxis] >= ends, tf.int32), axis=1)
-        live = owner < rows
-        owner = tf.minimum(owner, rows - 1)
-        nth = item - tf.gather(ends - counts, owner)
-        own_sinks = tf.gather(sinks, owner)
-        page = tf.where(nth < own_sinks, nth, tf.gather(first, owner) + nth - own_sinks)
-        column = tf.where(live, self.geometry.column_of(page), 0)
-        physical = tf.gather(tf.reshape(table, [-1]), owner * columns + column)
-        return PageScan(
-            tf.where(live, physical, 0),
-            tf.where(live, owner, -1),
-            page * self.geometry.page_size,
-            ends[-1],
-            start,
-        )
+        """The pages that rows read; see `page_scan.scan`."""
+        return page_scan.scan(self.geometry, table, start, reads, self.scan_pages)
 
     def attend_pages(
         self,
@@ -132,38 +90,57 @@ class PackedDecoder:
     ) -> Partial:
         """Attention of grouped ``queries [B, K, Q, H]`` over the pages of a scan, and over
         the tokens that `fresh` has seen already."""
-        step = self.scan_pages
-        rows = shape_of(queries)[0]
+        codec, size = self.pool.codec, self.geometry.page_size
+
+        def of_several(so_far: Partial, pages: PageList) -> Partial:
+            keys = pages.bases[:, tf.newaxis] + tf.range(size)
+            column = pages.bases[:, tf.newaxis] // size
+            reader = tf.gather(scan.common, tf.maximum(pages.owners, 0)) > column
+            reader &= (pages.owners >= 0)[:, tf.newaxis]
+            stored = keys[:, tf.newaxis] < scan.start[:, tf.newaxis]
+            seen = self.geometry.mask(positions, keys[:, tf.newaxis])
+            seen &= (stored & reader[..., tf.newaxis])[:, :, tf.newaxis]
+            coded = self.pool.gather(parts, pages.pages, layer)
+            return attention.attend_shared(so_far, queries, *coded, seen, codec)
+
+        def of_one(so_far: Partial, pages: PageList) -> Partial:
+            owned = tf.maximum(pages.owners, 0)
+            keys = pages.bases[:, tf.newaxis] + tf.range(size)
+            stored = keys < tf.gather(scan.start, owned)[:, tf.newaxis]
+            keys = tf.where(stored & (pages.owners >= 0)[:, tf.newaxis], keys, -1)
+            mask = self.geometry.mask(tf.gather(positions, owned), keys)
+            coded = self.pool.gather(parts, pages.pages, layer)
+            asked = tf.gather(queries, owned)
+            return attention.attend_owned(so_far, asked, *coded, mask, codec, pages.owners)
+
+        # One row has nobody to share with: a loop less to compile.
+        if queries.shape[0] != 1:
+            fresh = self._over(scan.shared, fresh, of_several)
+        return self._over(scan.own, fresh, of_one)
+
+    def _over(
+        self,
+        pages: PageList,
+        so_far: Partial,
+        see: Callable[[Partial, PageList], Partial],
+    ) -> Partial:
+        """What rows have seen after all pages of a list, `scan_pages` of them at a time."""
+        step, shape = self.scan_pages, shape_of(so_far.output)
 
         def flat(part: Partial) -> tuple[tf.Tensor, ...]:
             """What the loop carries: see `attention.concatenate_heads` for why it is flat."""
-            return part.peak, part.mass, tf.reshape(part.output, [rows, -1])
+            return part.peak, part.mass, tf.reshape(part.output, [shape[0], -1])
 
         def shaped(peak: tf.Tensor, mass: tf.Tensor, output: tf.Tensor) -> Partial:
-            return Partial(peak, mass, tf.reshape(output, shape_of(queries)))
+            return Partial(peak, mass, tf.reshape(output, shape))
 
-        def body(index: tf.Tensor, *so_far: tf.Tensor) -> tuple[tf.Tensor, ...]:
-            def take(x: tf.Tensor) -> tf.Tensor:
-                return tf.slice(x, [index * step], [step])
+        def body(index: tf.Tensor, *carried: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            taken, owners, bases = (tf.slice(x, [index * step], [step]) for x in pages[:3])
+            seen = see(shaped(*carried), PageList(taken, owners, bases, pages.count))
+            return (index + 1, *map(keep_shape, flat(seen), carried))
 
-            owners, bases = take(scan.owners), take(scan.bases)
-            owned = tf.maximum(owners, 0)
-            keys = bases[:, tf.newaxis] + tf.range(self.geometry.page_size)
-            stored = keys < tf.gather(scan.start, owned)[:, tf.newaxis]
-            keys = tf.where(stored & (owners >= 0)[:, tf.newaxis], keys, -1)
-            mask = self.geometry.mask(tf.gather(positions, owned), keys)
-            merged = attention.attend_owned(
-                shaped(*so_far),
-                tf.gather(queries, owned),
-                *self.pool.gather(parts, take(scan.pages), layer),
-                mask,
-                self.pool.codec,
-                owners,
-            )
-            return (index + 1, *map(keep_shape, flat(merged), so_far))
-
-        trips = (scan.count + step - 1) // step
-        state = (tf.constant(0), *flat(fresh))
+        trips = (pages.count + step - 1) // step
+        state = (tf.constant(0), *flat(so_far))
         state = tf.while_loop(lambda index, *_: index < trips, body, state)
         return shaped(*state[1:])
 

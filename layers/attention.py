@@ -66,6 +66,7 @@ def attend(
     values: Coded,
     mask: tf.Tensor,
     codec: Codec,
+    columns: bool = False,
 ) -> Partial:
     """Attention of grouped queries over one part of the keys.
 
@@ -75,8 +76,9 @@ def attend(
         values: Coded values likewise.
         mask: bool ``[A, T, S]``, from `tfkv.layers.masks`; Q is a multiple of T.
         codec: How keys and values are written.
+        columns: Whether keys lie a token a column; see `Codec.scores`.
     """
-    scores = codec.scores(queries, keys)
+    scores = codec.scores(queries, keys, columns)
     mask = _spread(mask, scores)
     # Masked before exp as well as after: a hidden score far above the peak would overflow,
     # and 0 times its infinite slope is NaN when trained.
@@ -147,6 +149,51 @@ def attend_owned(
         so_far.mass * left + collect(tf.reduce_sum(weights, axis=-1)),
         so_far.output * left[..., tf.newaxis] + collect(codec.mix(weights, values)),
     )
+
+
+def attend_shared(
+    so_far: Partial,
+    queries: tf.Tensor,
+    keys: Coded,
+    values: Coded,
+    mask: tf.Tensor,
+    codec: Codec,
+) -> Partial:
+    """What rows have seen so far, and pages that several of them read: each page is read once,
+    by the queries of all rows.
+
+    Args:
+        so_far: Of the rows, fields ``[B, K, Q, ...]``.
+        queries: Of the rows, ``[B, K, Q, H]``.
+        keys: Coded keys of the pages, a token a column: parts ``[A, K, ..., C]``.
+        values: Coded values, parts ``[A, K, C, ...]``.
+        mask: bool ``[A, B, T, C]``; Q is a multiple of T.
+        codec: How keys and values are written.
+    """
+    rows, heads, grouped, head_dim = shape_of(queries)
+    pages, _, width, size = shape_of(mask)
+    group = grouped // width
+
+    def by_row(x: tf.Tensor) -> tf.Tensor:
+        """``[K, G·B·T, ...]`` back to ``[B, K, Q, ...]``."""
+        split = tf.reshape(x, [heads, group, rows, width, -1])
+        split = tf.transpose(split, [2, 0, 1, 3, 4])
+        return tf.reshape(split, [rows, heads, grouped, *shape_of(x)[2:]])
+
+    # All rows as one of B·T tokens, so that `attend` reads its mask as it always does.
+    asked = tf.reshape(queries, [rows, heads, group, width, head_dim])
+    asked = tf.reshape(tf.transpose(asked, [1, 2, 0, 3, 4]), [1, heads, rows * grouped, head_dim])
+    asked = tf.tile(asked, [pages, 1, 1, 1])
+    seen = tf.reshape(mask, [pages, rows * width, size])
+    part = attend(asked, keys, values, seen, codec, columns=True)
+    peak = tf.reduce_max(part.peak, axis=0)
+    share = tf.exp(part.peak - peak)
+    whole = Partial(
+        peak,
+        tf.reduce_sum(part.mass * share, axis=0),
+        tf.reduce_sum(part.output * share[..., tf.newaxis], axis=0),
+    )
+    return merge(so_far, Partial(*map(by_row, whole)))
 
 
 def normalize(partial: Partial) -> tf.Tensor:

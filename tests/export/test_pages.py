@@ -96,6 +96,21 @@ def test_sessions_with_a_shared_prompt_hold_its_pages_once(plain):
     assert stats["pages_used"] == 4 + 6
 
 
+def test_a_batch_with_a_shared_prompt_answers_each_row_as_alone(plain):
+    """Two rows share four pages, one shares two of these, one is a stranger."""
+    prompt = tiny_model.text(64, seed=98)
+    talks = [[*prompt, *tiny_model.text(3 + row, seed=200 + row)] for row in range(2)]
+    talks += [[*prompt[:32], *tiny_model.text(20, seed=210)], tiny_model.text(40, seed=211)]
+    feed(plain, plain.name(), [*prompt, 1], 128)
+    names = [plain.name() for _ in talks]
+    for name, talk in zip(names, talks, strict=True):
+        feed(plain, name, talk, 128)
+    assert plain.stats()["pages_shared"] == 4
+    answers = plain.generate(names, [[]] * len(talks), [len(talk) for talk in talks])
+    for tokens, talk in zip(answers["tokens"], talks, strict=True):
+        assert tokens.tolist() == _greedy(talk)
+
+
 def test_a_branch_goes_its_own_way_and_copies_only_the_page_it_writes(plain):
     prompt, turn = tiny_model.text(40, seed=99), tiny_model.text(5, seed=100)
     root, branch = plain.name(), plain.name()

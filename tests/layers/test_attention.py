@@ -110,3 +110,27 @@ def test_rows_without_a_page_stay_as_they_were():
     same = attention.attend_owned(so_far, queries, columns, values, mask, FLOAT, nobody)
     for one, other in zip(same, so_far, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_a_page_of_several_rows_equals_attention_of_each_row_alone():
+    """One of the pages is row 1's alone, one is nobody's."""
+    queries, keys, values, mask = _inputs(keys=4)
+    random = np.random.default_rng(6)
+    pages = [{"codes": tf.constant(random.normal(size=(3, 2, 4, 8)), tf.float32)} for _ in "kv"]
+    columns = {"codes": tf.linalg.matrix_transpose(pages[0]["codes"])}
+    seen = random.random((3, 2, 3, 4)) < 0.7
+    seen[1, 0], seen[2] = False, False
+    so_far = attention.attend(queries, keys, values, mask, FLOAT)
+    together = attention.attend_shared(so_far, queries, columns, pages[1], tf.constant(seen), FLOAT)
+    for row in range(2):
+        one = slice(row, row + 1)
+        expected = attention.Partial(*(field[one] for field in so_far))
+        for page in range(3):
+            coded = ({"codes": side["codes"][page : page + 1]} for side in pages)
+            visible = tf.constant(seen[page, one])
+            part = attention.attend(queries[one], *coded, visible, FLOAT)
+            expected = attention.merge(expected, part)
+        actual = attention.Partial(*(field[one] for field in together))
+        np.testing.assert_allclose(
+            attention.normalize(actual), attention.normalize(expected), atol=1e-6
+        )
