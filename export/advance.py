@@ -110,7 +110,7 @@ class Advance:
             ),
             self.engine.decode_chunk,
         )
-        grant = self.table.grant(pages, found, plan, admission)
+        grant = self.table.allocate(pages, found, plan, admission)
         plan = grant.plan
         works = self._works(plan, admission)
         slot = tf.where(works, admission.slot, self.history.slots)

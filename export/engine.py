@@ -271,7 +271,7 @@ class Engine(tf.Module):
         filled = tf.minimum(source.filled, position)
         self.history.copy(origin, slot)
         self.history.publish(slot, position, filled, source.reached)
-        self.table.share(origin, slot, filled)
+        self.table.fork(origin, slot, filled)
         served = refusal.status == Status.OK
         target = tf.where(exists < 0, slot, exists)
         self.sessions.renew(target, served, now, ttl_ms, pin)

@@ -202,7 +202,7 @@ class PageTable:
 
     # --- allocation ----------------------------------------------------------------------
 
-    def grant(self, pages: Pages, found: Found, plan: Plan, admission: Admission) -> Grant:
+    def allocate(self, pages: Pages, found: Found, plan: Plan, admission: Admission) -> Grant:
         """Gives each row the pages that its plan writes to, or refuses it as FULL.
 
         A page is written only by its one owner, and never once it is indexed: a shared page
@@ -286,7 +286,7 @@ class PageTable:
         table = tf.tensor_scatter_nd_update(table, slots[:, tf.newaxis], rows)
         self.variables.table.assign(table)
 
-    def share(self, source: tf.Tensor, target: tf.Tensor, filled: tf.Tensor) -> None:
+    def fork(self, source: tf.Tensor, target: tf.Tensor, filled: tf.Tensor) -> None:
         """Lets new sessions hold the pages of others; whoever writes first copies.
 
         Args:
@@ -345,7 +345,7 @@ class PageTable:
             )
         )
 
-    def broken(self) -> tf.Tensor:
+    def check_integrity(self) -> tf.Tensor:
         """How many invariants do not hold, int64: every page is referred to by as many
         table entries as it counts, and the spare slot has none."""
         table = self.variables.table.read()

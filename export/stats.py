@@ -148,7 +148,7 @@ class Stats:
         alive = tf.reduce_sum(tf.cast(self._sessions.expiry.read()[:-1] > 0, tf.int64))
         rows = tf.reduce_any(used & ((filled > held) | (filled < held - 1)))
         broken = [*tf.unstack(names != alive), rows]
-        return tf.reduce_sum(tf.cast(tf.stack(broken), tf.int64)) + self._table.broken()
+        return tf.reduce_sum(tf.cast(tf.stack(broken), tf.int64)) + self._table.check_integrity()
 
     def read(self, rows: tf.Tensor) -> dict[str, tf.Tensor]:
         """The published values, each int64 ``[rows]``."""
