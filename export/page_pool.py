@@ -117,25 +117,32 @@ class PagePool:
         return self.nbytes // self.pages
 
     def read_bytes(self, pages: tf.Tensor) -> tf.Tensor:
-        """Pages as they are stored, uint8 ``[B, page_bytes]``: keys before values, parts in
-        the codec's order, layers in theirs."""
+        """Pages as they are stored, string ``[B]`` of `page_bytes` bytes each: keys before
+        values, parts in the codec's order, layers in theirs. Page 0 is all zeros."""
         rows = self._rows_of(pages)
         taken = []
         for variable in self._all():
             part = tf.bitcast(tf.gather(variable.read(), rows), tf.uint8)
             taken.append(tf.reshape(part, [tf.size(pages), variable.nbytes // self.pages]))
-        return tf.concat(taken, axis=1)
+        data = tf.where((pages > 0)[:, tf.newaxis], tf.concat(taken, axis=1), 0)
+
+        def text(row: tf.Tensor) -> tf.Tensor:
+            # The content comes last in a serialized tensor.
+            return tf.strings.substr(tf.io.serialize_tensor(row), -self.page_bytes, self.page_bytes)
+
+        return tf.map_fn(text, data, fn_output_signature=tf.string)
 
     def write_bytes(self, pages: tf.Tensor, data: tf.Tensor) -> None:
         """Puts back what `read_bytes` gave, without touching any other page.
 
         Args:
             pages: int32 ``[B]``; 0 = nowhere.
-            data: uint8 ``[B, page_bytes]``.
+            data: string ``[B]``.
         """
+        numbers = tf.io.decode_raw(data, tf.uint8, fixed_length=self.page_bytes)
         rows = self._rows_of(pages)
         sizes = [variable.nbytes // self.pages for variable in self._all()]
-        for variable, part in zip(self._all(), tf.split(data, sizes, axis=1), strict=True):
+        for variable, part in zip(self._all(), tf.split(numbers, sizes, axis=1), strict=True):
             shape = [tf.size(pages), self.config.num_layers, *variable.shape[1:]]
             width = variable.dtype.size
             part = tf.reshape(part, shape if width == 1 else [*shape, width])

@@ -20,11 +20,11 @@ from tfkv.serving import failures
 
 #: What `snapshot` says of the whole session, and what it says page by page.
 _WHOLE = ("held", "filled", "fingerprint")
-_PAGED = ("tokens", "kinds", "logprobs", "data")
+_PAGED = ("tokens", "kinds", "logprobs", "page_bytes")
 #: Of files in a directory of sessions.
 SUFFIX = ".session"
 #: First line of a file; the number is the format's version.
-_MAGIC = b"tfkv session 2\n"
+_MAGIC = b"tfkv session 3\n"
 #: A page as `snapshot` gives it, by array name.
 _Page = dict[str, np.ndarray]
 
@@ -54,7 +54,7 @@ class SavedSession:
         filled: Of those, how many have keys.
         fingerprint: Of the artifact.
         pages: Arrays by name, a row for each page: ``tokens``, ``kinds`` and ``logprobs``
-            ``[pages, C]``, ``data`` uint8 ``[pages, page bytes]``.
+            ``[pages, C]``, ``page_bytes`` uint8 ``[pages, page bytes]``.
 
     Example:
         >>> SavedSession.fetch(client, "ada", "ada.session")
@@ -137,6 +137,7 @@ class SavedSession:
                 "filled": np.array([self.filled], np.int32),
                 "fingerprint": np.array([self.fingerprint.encode()], object),
                 **{key: rows[page : page + 1] for key, rows in self.pages.items()},
+                "page_bytes": np.array([self.pages["page_bytes"][page].tobytes()], object),
                 "pin": np.array([pin], np.int32),
                 "ttl_ms": np.array([ttl_ms], np.int64),
             }
@@ -199,7 +200,8 @@ def _snapshots(
                 "Let its callers rest, and read it again."
             )
         whole, count, size = said, count + 1, len(answer["tokens"])
-        yield whole, {name: answer[name] for name in _PAGED}
+        page_bytes = np.frombuffer(answer["page_bytes"], np.uint8)
+        yield whole, {**{name: answer[name] for name in _PAGED}, "page_bytes": page_bytes}
 
 
 def _write(path: pathlib.Path, head: Mapping[str, Any], pages: Iterable[_Page]) -> None:

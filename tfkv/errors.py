@@ -99,6 +99,7 @@ INVALID_INPUTS = {
     22: "kinds",
     23: "logprobs",
     24: "fingerprint",
+    25: "page_bytes",
 }
 INPUT_NUMBERS = {name: number for number, name in INVALID_INPUTS.items()}
 

@@ -150,7 +150,9 @@ def signature_table(
         "tokens": TensorSpec("int32", (size,), meaning="tokens of the page, 0 behind the last"),
         "kinds": TensorSpec("int32", (size,), meaning="of each: 0 given, 1 sampled, 2 stop"),
         "logprobs": TensorSpec("float32", (size,), meaning="of each, 1 where there is none"),
-        "data": TensorSpec("uint8", (page_bytes,), meaning="keys and values as they are stored"),
+        "page_bytes": TensorSpec(
+            "string", meaning=f"keys and values as they are stored, {page_bytes:,} bytes"
+        ),
         "fingerprint": TensorSpec("string", meaning="of the weights and the cache they belong to"),
     }
     append = {**_SESSION, **_ADAPTER, **_TOKENS}

@@ -17,7 +17,7 @@ from tfkv.errors import Status
 
 KEYS = [(tenant, name) for tenant in ("", "one") for name in "abcde"]
 keys = st.sampled_from(KEYS)
-PIECE = ("held", "filled", "tokens", "kinds", "logprobs", "data", "fingerprint")
+PIECE = ("held", "filled", "tokens", "kinds", "logprobs", "page_bytes", "fingerprint")
 signatures = st.sampled_from(["generate", "generate", "decode", "score"])
 
 

@@ -8,7 +8,7 @@ from tiny_artifacts import Caller, feed
 from tfkv.errors import INPUT_NUMBERS, Status
 
 SIZE = 16
-_PIECE = ("held", "filled", "tokens", "kinds", "logprobs", "data", "fingerprint")
+_PIECE = ("held", "filled", "tokens", "kinds", "logprobs", "page_bytes", "fingerprint")
 
 
 def dump(caller: Caller, session: str, **inputs: object) -> list[dict]:
@@ -28,7 +28,11 @@ def snapshot(caller: Caller, session: str, page: int, **inputs: object) -> dict:
 
 def restore(caller: Caller, session: str, piece: dict, **inputs: object) -> dict:
     caller.sessions.add((inputs.get("tenant", [""])[0], session))
-    feeds = {name: np.array(value)[np.newaxis] for name, value in piece.items()}
+    # As an object: NumPy drops trailing NULs of bytes.
+    feeds = {
+        name: np.array([value], object if isinstance(value, bytes) else None)
+        for name, value in piece.items()
+    }
     answer = caller.artifact.call("restore", **{"session_id": [session], **feeds, **inputs})
     return {name: value[0] for name, value in answer.items()}
 
@@ -99,7 +103,7 @@ def test_restored_pages_are_never_found_by_others(plain):
     prompt = tiny_model.text(13, seed=313)
     plain.generate(first, prompt, count=0, tenant=["one"])
     pieces = dump(plain, first, tenant=["one"])
-    pieces[0]["data"] = np.zeros_like(pieces[0]["data"])  # keys that no model made
+    pieces[0]["page_bytes"] = bytes(len(pieces[0]["page_bytes"]))  # keys that no model made
     load(plain, second, pieces)
     branch = plain.name()
     plain.call("fork", second, (), -1, target=[branch])
@@ -138,6 +142,8 @@ def test_pieces_that_do_not_fit_are_refused(plain):
     odd = np.full(SIZE, -1, np.int32)
     cases = [
         ({"fingerprint": b"another"}, number("fingerprint")),
+        ({"page_bytes": pieces[0]["page_bytes"][1:]}, number("page_bytes")),
+        ({"page_bytes": b""}, number("page_bytes")),
         ({"page": -1}, number("page")),
         ({"page": 3}, number("page")),
         ({"held": 0, "filled": 0}, number("page")),
@@ -168,7 +174,7 @@ def test_what_cannot_be_read_is_refused(plain, window):
     assert snapshot(plain, name, 0, tenant=["else"])["status"] == Status.UNKNOWN
     answer = snapshot(plain, name, -1)
     assert (answer["status"], answer["detail"]) == (Status.INVALID, INPUT_NUMBERS["page"])
-    assert not answer["data"].any() and not answer["tokens"].any()
+    assert answer["page_bytes"] == b"" and not answer["tokens"].any()
     name = window.name()
     feed(window, name, tiny_model.text(130), 50)
     assert snapshot(window, name, 0)["status"] == Status.NOT_REVERSIBLE

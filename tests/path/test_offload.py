@@ -10,7 +10,7 @@ import pytest
 from tfkv.errors import RowError
 from tfkv.serving import Client
 
-SESSIONS = 20  # of 8 slots
+SESSIONS = 80  # ten times the slots
 FIRST, SECOND, NEW = 70, 9, 8
 
 
@@ -22,7 +22,7 @@ def tiered(client: Client, artifact: pathlib.Path, tmp_path: pathlib.Path) -> It
 
 
 def _turns(text: Sequence[int], number: int) -> tuple[list[int], list[int]]:
-    start = 37 * number
+    start = 23 * number
     return list(text[start : start + FIRST]), list(text[start + FIRST : start + FIRST + SECOND])
 
 
@@ -53,7 +53,7 @@ def test_sessions_beyond_the_slots_go_on_without_computing_anything_again(
     for session in sessions:
         session.close()
     assert not list(tmp_path.iterdir()), "a closed session leaves no file"
-    for number in range(0, SESSIONS, 5):
+    for number in range(0, SESSIONS, 20):
         assert sessions[number].tokens == _alone(client, _turns(real_text, number))
 
 

@@ -423,7 +423,8 @@ def test_sessions_are_dumped_and_loaded(monkeypatch, tmp_path):
 
     monkeypatch.setitem(vars(tfkv.serving), "Client", PageShelf)
     numbers = np.arange(4, dtype=np.int32)[np.newaxis]
-    page = {name: numbers for name in ("tokens", "kinds", "logprobs", "data")}
+    page = {name: numbers for name in ("tokens", "kinds", "logprobs")}
+    page["page_bytes"] = np.array([b"keys and values"], object)
     page |= {name: np.array([3]) for name in ("held", "filled")}
     PageShelf.pages = {
         (b"one", name): page | {"fingerprint": np.array([b"f"], object)} for name in (b"a/b", b"c")

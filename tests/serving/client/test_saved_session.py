@@ -44,7 +44,7 @@ class Shelf:
     @staticmethod
     def _answer(status: Status, values: dict[str, Any]) -> dict[str, np.ndarray]:
         rows = {name: np.array([value]) for name, value in values.items()}
-        rows |= {"fingerprint": np.array([values.get("fingerprint")], object)}
+        rows |= {n: np.array([values.get(n)], object) for n in ("fingerprint", "page_bytes")}
         return rows | {"status": np.array([status]), "detail": np.array([0])}
 
 
@@ -55,7 +55,7 @@ def saved() -> SavedSession:
         "tokens": rng.integers(0, 90, [3, SIZE], np.int32),
         "kinds": rng.integers(0, 3, [3, SIZE], np.int32),
         "logprobs": -rng.random([3, SIZE], np.float32),
-        "data": rng.integers(0, 256, [3, PAGE_BYTES], np.uint8),
+        "page_bytes": rng.integers(0, 256, [3, PAGE_BYTES], np.uint8),
     }
     return SavedSession("ada/1 é", 10, 9, "abc", pages)
 
@@ -86,7 +86,7 @@ def test_a_session_is_fetched_into_a_file_and_mapped_from_it(saved, tmp_path):
     saved.restore(shelf)
     fetched = SavedSession.fetch(shelf, saved.session_id, tmp_path / "one.session")
     assert same(fetched, saved)
-    assert isinstance(fetched.pages["data"], np.memmap)
+    assert isinstance(fetched.pages["page_bytes"], np.memmap)
     again = Shelf("ada")
     fetched.restore(again)
     assert same(SavedSession.read(again, saved.session_id), saved)
@@ -117,7 +117,7 @@ def test_a_damaged_file_is_an_error(saved, tmp_path, damage):
     saved.save(path)
     whole = path.read_bytes()
     if damage == "flip":
-        at = whole.index(saved.pages["data"][1].tobytes())
+        at = whole.index(saved.pages["page_bytes"][1].tobytes())
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
     elif damage == "head":
         path.write_bytes(whole.replace(b'"held": 10', b'"held": 11'))
