@@ -16,11 +16,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tfkv.export.engine import Engine
     from tfkv.export.exporter import export
+    from tfkv.export.planner import MemoryPlan, plan_memory
     from tfkv.export.verification import LoadedArtifact
 
-__all__ = ["Engine", "LoadedArtifact", "export"]
+__all__ = ["Engine", "LoadedArtifact", "MemoryPlan", "export", "plan_memory"]
 
-_HOMES = {"Engine": "engine", "LoadedArtifact": "verification", "export": "exporter"}
+_HOMES = {
+    "Engine": "engine",
+    "LoadedArtifact": "verification",
+    "MemoryPlan": "planner",
+    "export": "exporter",
+    "plan_memory": "planner",
+}
 
 
 def __getattr__(name: str) -> object:

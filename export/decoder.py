@@ -225,7 +225,8 @@ class PackedDecoder:
             tf.reshape(fused, [*shape_of(x)[:2], sum(heads), c.head_dim]), heads, axis=2
         )
         codec = self.pool.codec
-        return rotate(q, *angles), codec.round_trip(rotate(k, *angles)), codec.round_trip(v)
+        k = codec.keys.round_trip(rotate(k, *angles))
+        return rotate(q, *angles), k, codec.values.round_trip(v)
 
     def _feed_forward(self, w: dict[str, tf.Tensor], x: tf.Tensor) -> tf.Tensor:
         normal = rms_normalize(x, w["feedforward_norm"], self.config.rms_epsilon)

@@ -10,6 +10,9 @@ from tfkv.export.plan import Remembered, oldest_start
 from tfkv.export.rows import NO_LOGPROB
 from tfkv.export.transient import TransientVariable
 
+#: Of one remembered position: token, kind and logprob.
+BYTES_PER_TOKEN = 4 + 1 + 4
+
 
 class History:
     """Per-slot memory of the last `size` tokens, and how far each session is.

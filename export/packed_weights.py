@@ -9,6 +9,9 @@ import tensorflow as tf
 
 from tfkv.config import DecoderConfig
 
+#: Weights are served in float32.
+BYTES_PER_WEIGHT = 4
+
 
 class PackedWeights(tf.Module):
     """A decoder's weights as few large matrices, stacked by layer.

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from tfkv.config import DecoderConfig
 from tfkv.export.transient import TransientVariable
-from tfkv.layers.codecs import Codec, Coded
+from tfkv.layers.codecs import CacheCodec, Coded
 
 #: Parts of the pool by side ("keys", "values") and part name.
 Parts = dict[str, dict[str, tf.Tensor]]
@@ -31,20 +31,23 @@ class PagePool:
         page_size: Tokens a page (axis C).
     """
 
-    def __init__(self, config: DecoderConfig, codec: Codec, pages: int, page_size: int) -> None:
+    def __init__(
+        self, config: DecoderConfig, codec: CacheCodec, pages: int, page_size: int
+    ) -> None:
         self.config = config
         self.codec = codec
         self.pages = pages
         self.page_size = page_size
         lead = (pages * config.num_layers, config.num_key_value_heads)
-        spec = codec.spec(config.head_dim)
+        codec.check(config.head_dim)
+        spec = {side: one.spec(config.head_dim) for side, one in codec.sides().items()}
         shapes = {
-            "keys": {name: (*lead, *part.shape, page_size) for name, part in spec.items()},
-            "values": {name: (*lead, page_size, *part.shape) for name, part in spec.items()},
+            "keys": {name: (*lead, *p.shape, page_size) for name, p in spec["keys"].items()},
+            "values": {name: (*lead, page_size, *p.shape) for name, p in spec["values"].items()},
         }
         self.variables = {
             side: {
-                name: TransientVariable(f"pool_{side}_{name}", shape, spec[name].dtype)
+                name: TransientVariable(f"pool_{side}_{name}", shape, spec[side][name].dtype)
                 for name, shape in parts.items()
             }
             for side, parts in shapes.items()
@@ -190,8 +193,8 @@ class PagePool:
         )
         offsets = tf.reshape(offsets, [-1])
         sides = (
-            ("keys", self.codec.encode(keys), _scatter_columns),
-            ("values", self.codec.encode(values), _scatter_rows),
+            ("keys", self.codec.keys.encode(keys), _scatter_columns),
+            ("values", self.codec.values.encode(values), _scatter_rows),
         )
         return {
             side: {

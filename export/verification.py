@@ -121,7 +121,7 @@ def verify(
 
     cache = CacheSpec.parse(engine.cache)
     expected = expect(cache)
-    exact = dataclasses.replace(cache, codec=CODECS["float32"]())
+    exact = dataclasses.replace(cache, codec=CODECS["float32"])
     # A code that falls to the other side through rounding moves those of the layers behind it:
     # two right computations with a lossy codec differ by about what the codec costs.
     same = str(exact) == str(cache)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from tfkv.layers.codecs.codec import Codec, Coded
+from tfkv.layers.codecs.codec import Coded, Dots
 from tfkv.layers.shapes import shape_of
 
 #: Stands for minus infinity: exp of it is 0, and it can be subtracted from itself.
@@ -65,7 +65,7 @@ def attend(
     keys: Coded,
     values: Coded,
     mask: tf.Tensor,
-    codec: Codec,
+    codec: Dots,
     columns: bool = False,
 ) -> Partial:
     """Attention of grouped queries over one part of the keys.
@@ -112,7 +112,7 @@ def attend_owned(
     keys: Coded,
     values: Coded,
     mask: tf.Tensor,
-    codec: Codec,
+    codec: Dots,
     owners: tf.Tensor,
 ) -> Partial:
     """What rows have seen so far, and several pages more of each; the same as to `attend` to
@@ -157,7 +157,7 @@ def attend_shared(
     keys: Coded,
     values: Coded,
     mask: tf.Tensor,
-    codec: Codec,
+    codec: Dots,
 ) -> Partial:
     """What rows have seen so far, and pages that several of them read: each page is read once,
     by the queries of all rows.

@@ -9,7 +9,7 @@ import re
 from typing import Any, Self
 
 from tfkv.errors import ConfigError
-from tfkv.layers.codecs import CODECS, Codec
+from tfkv.layers.codecs import CODECS, CacheCodec
 from tfkv.layers.policies import POLICIES, CachePolicy
 
 _PATTERN = re.compile(
@@ -31,7 +31,7 @@ class CacheSpec:
     """
 
     policy: CachePolicy
-    codec: Codec
+    codec: CacheCodec
 
     @classmethod
     def parse(cls, text: str | CacheSpec) -> Self:
@@ -53,14 +53,14 @@ class CacheSpec:
             name, codec = "dense", name
         policy_type = _lookup(POLICIES, name, "policy")
         policy = _build(policy_type, _arguments(arguments or "", text))
-        return cls(policy, _lookup(CODECS, codec or "float32", "codec")())
+        return cls(policy, _lookup(CODECS, codec or "float32", "codec"))
 
     def __str__(self) -> str:
         return f"{self.policy}+{self.codec.name}"
 
     def bytes_per_token(self, num_layers: int, num_key_value_heads: int, head_dim: int) -> int:
         """Bytes that one stored token takes in all layers, keys and values; exact."""
-        return 2 * num_layers * num_key_value_heads * self.codec.bytes_per_token(head_dim)
+        return num_layers * num_key_value_heads * self.codec.bytes_per_token(head_dim)
 
 
 def _lookup(table: dict[str, Any], name: str, kind: str) -> Any:

@@ -10,13 +10,13 @@ import tensorflow as tf
 from tfkv.errors import CacheError, ConfigError
 from tfkv.layers import attention, masks
 from tfkv.layers.cache_spec import CacheSpec
-from tfkv.layers.codecs import Codec, Coded, FloatCodec
+from tfkv.layers.codecs import CODECS, CacheCodec, Coded
 from tfkv.layers.dense_store import DenseStore, State
 from tfkv.layers.positions import consecutive_positions, first_position
 from tfkv.layers.rotary import rotary_angles, rotate
 
 #: How a chunk that was never stored is written.
-_FLOAT32 = FloatCodec("float32")
+_FLOAT32 = CODECS["float32"]
 
 
 @keras.saving.register_keras_serializable(package="tfkv")
@@ -185,7 +185,7 @@ class CachedMultiHeadAttention(keras.layers.Layer):
         x = tf.where((positions >= 0)[..., tf.newaxis], x, tf.zeros_like(x))
         queries, keys, values = self._project_in(x, positions)
         codec = self.cache.codec if state else _FLOAT32
-        keys, values = codec.encode(keys), codec.encode(values)
+        keys, values = codec.keys.encode(keys), codec.values.encode(values)
         part = self._attend(queries, positions, keys, values, positions, codec)
         if state:
             view = self.store.view(state, before=first_position(positions))
@@ -231,7 +231,7 @@ class CachedMultiHeadAttention(keras.layers.Layer):
         keys: Coded,
         values: Coded,
         key_positions: tf.Tensor,
-        codec: Codec,
+        codec: CacheCodec,
     ) -> attention.Partial:
         policy = self.cache.policy
         first_visible = policy.first_visible(positions)

@@ -56,7 +56,7 @@ class DenseStore:
             taken back.
 
     Raises:
-        ConfigError: A value is out of range.
+        ConfigError: A value is out of range, or the codec cannot write such heads.
 
     Example:
         >>> store = DenseStore("sliding_window(window=4)+int8", 1, 8, capacity=16)
@@ -81,6 +81,7 @@ class DenseStore:
                     f"`{name}` must be an integer of at least {bound}. Received: {name}={value!r}."
                 )
         self.cache = CacheSpec.parse(cache)
+        self.cache.codec.check(head_dim)
         self.num_key_value_heads = num_key_value_heads
         self.head_dim = head_dim
         self.layout = self.cache.policy.layout(capacity, slack)
@@ -95,11 +96,10 @@ class DenseStore:
     def spec(self, batch_size: int) -> dict[str, tf.TensorSpec]:
         """Shape and dtype of every tensor of the state."""
         rows = (batch_size, self.num_key_value_heads, self.layout.entries)
-        parts = self.cache.codec.spec(self.head_dim)
         stored = {
             f"{side}/{name}": tf.TensorSpec((*rows, *part.shape), part.dtype)
-            for side in ("keys", "values")
-            for name, part in parts.items()
+            for side, codec in self.cache.codec.sides().items()
+            for name, part in codec.spec(self.head_dim).items()
         }
         counts = ("filled", "reached", "dropped")
         return stored | {name: tf.TensorSpec((batch_size,), tf.int32) for name in counts}
@@ -174,7 +174,8 @@ class DenseStore:
         return {name: tf.gather(tensor, rows) for name, tensor in state.items()}
 
     def _side(self, state: State, side: str) -> Coded:
-        return {name: state[f"{side}/{name}"] for name in self.cache.codec.spec(self.head_dim)}
+        parts = self.cache.codec.sides()[side].spec(self.head_dim)
+        return {name: state[f"{side}/{name}"] for name in parts}
 
     def _plan(self, state: State, positions: tf.Tensor, sound: tf.Tensor) -> _Plan:
         """Entry of each token, −1 = nowhere, and the counts after the write."""

@@ -456,6 +456,38 @@ def inspect(
         terminal.output().print(inspection.render(directory, signature))
 
 
+@app.command("plan")
+def plan(
+    model: Annotated[
+        str, typer.Argument(help="Path of a .gguf file, 'smollm2', or an artifact's directory.")
+    ],
+    memory: Annotated[str, typer.Option(help="What the server may take, such as 4GB.")],
+    cache: Annotated[str, typer.Option(help="Policy+codec.")] = _DEFAULT.cache,
+    context: Annotated[int, typer.Option(help="Tokens of a session.")] = _DEFAULT.capacity,
+    page_size: Annotated[int, typer.Option(help="Tokens a page.")] = _DEFAULT.page_size,
+    history: Annotated[int, typer.Option(help="Tokens a session remembers, 0 = context.")] = (
+        _DEFAULT.history
+    ),
+    as_json: AsJson = False,
+) -> None:
+    """Tells how many sessions fit into a memory budget, and what a version swap takes."""
+    engine = EngineConfig(cache=cache, page_size=page_size, history=history)
+    terminal.load_tensorflow()
+    from tfkv.export import plan_memory
+    from tfkv.export.importers import load
+    from tfkv.manifest import Manifest, latest_version
+
+    if pathlib.Path(model).is_dir():
+        config = Manifest.read(latest_version(model)).model
+    else:
+        config = load(model).config
+    found = plan_memory(config, engine, context, _bytes("--memory", memory))
+    if as_json:
+        typer.echo(json.dumps(found.to_dict(), indent=1))
+    else:
+        terminal.output().print(terminal.plan_table(found.to_dict()))
+
+
 @app.command()
 def stats(
     target: Target = "127.0.0.1:8500",

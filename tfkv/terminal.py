@@ -180,6 +180,32 @@ def human_bytes(count: float) -> str:
     return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
 
 
+def plan_table(plan: Mapping[str, Any]) -> Table:
+    """What `tfkv plan` shows; keys as of `tfkv.export.MemoryPlan.to_dict`."""
+    table = Table(
+        title=f"{plan['cache']}, sessions of {plan['context']:,} tokens", title_style="bold"
+    )
+    table.add_column("what")
+    table.add_column("bytes", justify="right")
+    table.add_column("")
+    rows = {
+        "a token: keys": plan["key_bytes"],
+        "a token: values": plan["value_bytes"],
+        f"a session: {plan['session_pages']} pages and its history": plan["session_bytes"],
+        "weights": plan["weight_bytes"],
+        "budget": plan["memory"],
+        f"{plan['sessions']:,} sessions: --pool": plan["pool_bytes"],
+        "  resident": plan["peak_bytes"],
+        f"{plan['sessions_with_swap']:,} sessions and a version swap: --pool": (
+            plan["pool_bytes_with_swap"]
+        ),
+        "  resident while two versions are loaded": plan["swap_peak_bytes"],
+    }
+    for name, count in rows.items():
+        table.add_row(name, f"{count:,}", human_bytes(count))
+    return table
+
+
 def stats_table(stats: Mapping[str, int], meanings: Mapping[str, str]) -> Table:
     """Counters of an artifact, one a row, with what each counts."""
     table = Table(title="Statistics", title_justify="left", title_style="bold", box=None)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import tensorflow as tf
 
@@ -19,17 +20,29 @@ class PartSpec(NamedTuple):
     dtype: tf.DType
 
 
+class Dots(Protocol):
+    """What attention needs: a `Codec` of both sides, or a `CacheCodec`."""
+
+    def scores(self, queries: tf.Tensor, coded: Coded, columns: bool = False) -> tf.Tensor: ...
+
+    def mix(self, weights: tf.Tensor, coded: Coded) -> tf.Tensor: ...
+
+
 class Codec(abc.ABC):
-    """Encodes keys and values one token and KV head at a time.
+    """Encodes keys, values or both, one token and KV head at a time.
 
     A codec is stateless and pure. Its `scores` and `mix` work on the code itself, so no
     dequantised copy of a cache ever exists.
 
     Attributes:
-        name: Its name in a cache string.
+        name: What it is called.
     """
 
     name: str
+
+    def check(self, head_dim: int) -> None:
+        """Raises `ConfigError` where heads of this width cannot be written."""
+        del head_dim
 
     @abc.abstractmethod
     def spec(self, head_dim: int) -> dict[str, PartSpec]:
@@ -59,9 +72,46 @@ class Codec(abc.ABC):
         """Coded values weighted by ``weights [A, K, Q, S]``, ``[A, K, Q, H]``."""
 
     def bytes_per_token(self, head_dim: int) -> int:
-        """Bytes that one token takes in one KV head of keys, or of values; exact."""
+        """Bytes that one token takes in one KV head of one side; exact."""
         return sum(math.prod(part.shape) * part.dtype.size for part in self.spec(head_dim).values())
 
     def round_trip(self, x: tf.Tensor) -> tf.Tensor:
         """What ``x`` will read as once stored, in x's dtype."""
         return tf.cast(self.decode(self.encode(x)), x.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheCodec:
+    """How a cache writes its keys and how its values: not always the same way, since keys
+    are far more sensitive.
+
+    Args:
+        name: Its name in a cache string.
+        keys: Codec of the keys.
+        values: Codec of the values.
+    """
+
+    name: str
+    keys: Codec
+    values: Codec
+
+    def sides(self) -> dict[str, Codec]:
+        """Both, by the name of the side."""
+        return {"keys": self.keys, "values": self.values}
+
+    def check(self, head_dim: int) -> None:
+        """Raises `ConfigError` where heads of this width cannot be written."""
+        for codec in self.sides().values():
+            codec.check(head_dim)
+
+    def scores(self, queries: tf.Tensor, coded: Coded, columns: bool = False) -> tf.Tensor:
+        """See `Codec.scores`."""
+        return self.keys.scores(queries, coded, columns)
+
+    def mix(self, weights: tf.Tensor, coded: Coded) -> tf.Tensor:
+        """See `Codec.mix`."""
+        return self.values.mix(weights, coded)
+
+    def bytes_per_token(self, head_dim: int) -> int:
+        """Bytes that keys and values of one token take in one KV head; exact."""
+        return sum(codec.bytes_per_token(head_dim) for codec in self.sides().values())

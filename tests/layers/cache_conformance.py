@@ -21,8 +21,22 @@ HIDDEN, HEADS, KV_HEADS, HEAD_DIM, BASE = 24, 4, 2, 8, 100.0
 BATCH, LENGTH, CAPACITY = 3, 17, 20
 
 #: Absolute tolerance of outputs against the reference. Rounding may fall the other way where
-#: float32 and float64 differ: one code of one channel, of a token of range 8 for int8.
-TOLERANCE = {"float32": 2e-6, "bfloat16": 4e-3, "float16": 1e-3, "int8": 8 / 254}
+#: float32 and float64 differ: one code of one channel, of a token of range 8 for integers and
+#: of 6 for floats. `int8_symmetric` quantises queries as well, which the reference does not:
+#: half a code of each of 8 channels of 4, times keys of 4.
+TOLERANCE = {
+    "float32": 2e-6,
+    "bfloat16": 4e-3,
+    "float16": 1e-3,
+    "int8": 8 / 254,
+    "int8_symmetric": 8 * 0.5 * (4 / 127) * 4 * 8**-0.5,
+    "int4": 8 / 15,
+    "k8v4": 8 / 15,
+    "k6v4": 8 / 15,
+    "k4v4": 8 / 15,
+    "nvfp4": 2.0,
+    "mxfp4": 2.0,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +132,9 @@ def check_chunks_equal_reference(layer, case: CacheCase, codec: str) -> None:
     for cut in cuts:
         actual, _ = run(layer, x, cut)
         np.testing.assert_allclose(actual, expected, atol=TOLERANCE[codec], err_msg=str(cut))
+        if codec != "int8_symmetric":
+            # Codes seldom fall the other way: most outputs agree but for float16's last bit.
+            assert np.quantile(np.abs(actual - expected), 0.9) <= 1e-3
         # Between two cuts no code may differ.
         np.testing.assert_allclose(actual, whole, atol=2e-6, err_msg=str(cut))
 
@@ -134,9 +151,11 @@ def check_modes_agree(layer) -> None:
         np.testing.assert_allclose(output, eager, atol=2e-6)
         for name, tensor in state.items():
             actual, expected = tensor.numpy(), eager_state[name].numpy()
-            if actual.dtype == np.int8:
-                # XLA divides by a reciprocal: a tie may round the other way.
-                assert np.abs(actual.astype(int) - expected).max() <= 1
+            if actual.dtype in (np.int8, np.uint8):
+                # XLA divides by a reciprocal: a tie may round the other way. In uint8 two
+                # codes can share a byte.
+                if actual.dtype == np.int8:
+                    assert np.abs(actual.astype(int) - expected).max() <= 1
                 assert np.mean(actual != expected) < 0.01
             else:
                 np.testing.assert_allclose(
@@ -148,7 +167,10 @@ def check_spec(layer, case: CacheCase) -> None:
     """A call keeps the spec, and the bytes are what the spec says."""
     spec = layer.get_state_spec(BATCH)
     _, state = run(layer, make_input(), [9])
-    assert spec["keys/codes"].shape == (BATCH, KV_HEADS, case.entries, HEAD_DIM)
+    for side, codec in layer.cache.codec.sides().items():
+        for name, part in codec.spec(HEAD_DIM).items():
+            shape = (BATCH, KV_HEADS, case.entries, *part.shape)
+            assert spec[f"{side}/{name}"].shape == shape
     for tensors in (layer.init_state(BATCH), state):
         assert {n: (t.shape, t.dtype) for n, t in tensors.items()} == {
             n: (s.shape, s.dtype) for n, s in spec.items()

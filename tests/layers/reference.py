@@ -24,8 +24,19 @@ def sees(query: int, key: int, window: int | None, sinks: int) -> bool:
     return window is None or query - key < window or key < sinks
 
 
-def stored(x: np.ndarray, codec: str) -> np.ndarray:
+def stored(x: np.ndarray, codec: str, side: str = "keys") -> np.ndarray:
     """What ``x [..., H]`` reads as once it was written by a codec."""
+    if codec in ("k8v4", "k6v4", "k4v4"):
+        bits = int(codec[1]) if side == "keys" else 4
+        turn = hadamard(x.shape[-1])
+        return integer_blocks(x @ turn, bits, 64 if bits == 8 else 32) @ turn
+    if codec == "int4":
+        return integer_blocks(x, 4, 32)
+    if codec in ("nvfp4", "mxfp4"):
+        return float4(x, codec)
+    if codec == "int8_symmetric":
+        scale = np.float64(np.float16(np.abs(x).max(-1, keepdims=True) / 127))
+        return np.clip(np.round(x / scale), -127, 127) * scale
     if codec == "float32":
         return x.astype(np.float32).astype(np.float64)
     if codec == "bfloat16":
@@ -36,6 +47,36 @@ def stored(x: np.ndarray, codec: str) -> np.ndarray:
     scale = np.float64(np.float16((high - low) / 254))
     zero = np.float64(np.float16((high + low) / 2))
     return np.clip(np.round((x - zero) / scale), -127, 127) * scale + zero
+
+
+def hadamard(size: int) -> np.ndarray:
+    """Entry (i, j) is the parity of the bits that i and j share; `size` a power of two."""
+    parity = [[(i & j).bit_count() % 2 for j in range(size)] for i in range(size)]
+    return (1 - 2 * np.array(parity)) / np.sqrt(size)
+
+
+def integer_blocks(x: np.ndarray, bits: int, block: int) -> np.ndarray:
+    """Asymmetric integers with a float16 scale and lowest number for each block."""
+    blocks = x.reshape(*x.shape[:-1], -1, min(block, x.shape[-1]))
+    low = blocks.min(-1, keepdims=True)
+    scale = (blocks.max(-1, keepdims=True) - low) / (2**bits - 1)
+    low, scale = (np.float64(np.float16(number)) for number in (low, scale))
+    codes = np.clip(np.round((blocks - low) / scale), 0, 2**bits - 1)
+    return (codes * scale + low).reshape(x.shape)
+
+
+def float4(x: np.ndarray, codec: str) -> np.ndarray:
+    """NVFP4 with a tensor scale of 1/16, or MXFP4, through the types of ml_dtypes."""
+    block = {"nvfp4": 16, "mxfp4": 32}[codec]
+    blocks = x.reshape(*x.shape[:-1], -1, min(block, x.shape[-1]))
+    most = np.abs(blocks).max(-1, keepdims=True)
+    if codec == "nvfp4":
+        scale = np.clip(most / 6 * 16, 2.0**-9, 448).astype(ml_dtypes.float8_e4m3fn)
+        scale = scale.astype(np.float64) / 16
+    else:
+        scale = 2.0 ** (np.floor(np.log2(most)) - 2)
+    codes = np.clip(blocks / scale, -6, 6).astype(ml_dtypes.float4_e2m1fn)
+    return (codes.astype(np.float64) * scale).reshape(x.shape)
 
 
 def attention(
@@ -58,7 +99,7 @@ def attention(
     )
     if base is not None:
         queries, keys = rope(queries, steps, base), rope(keys, steps, base)
-    keys, values = stored(keys, codec), stored(values, codec)
+    keys, values = stored(keys, codec), stored(values, codec, "values")
     heads, head_dim = queries.shape[1:]
     group = heads // keys.shape[1]
     mixed = np.zeros_like(queries)

@@ -13,7 +13,7 @@ def _chunk(store: DenseStore, positions: list[list[int]]):
     positions = tf.constant(positions)
     shape = [positions.shape[0], store.num_key_value_heads, positions.shape[1], store.head_dim]
     numbers = tf.broadcast_to(tf.cast(1 + positions, tf.float32)[:, None, :, None], shape)
-    coded = store.cache.codec.encode(numbers)
+    coded = store.cache.codec.keys.encode(numbers)
     return positions, coded, coded
 
 

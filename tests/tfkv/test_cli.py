@@ -20,7 +20,9 @@ from tfkv.config import DecoderConfig, EngineConfig
 from tfkv.errors import ConfigError, ModelSourceError, ServerError
 from tfkv.manifest import MANIFEST_PATH, STATS, TOKENIZER_PATH, Manifest, signature_table
 
-COMMANDS = ["export", "serve", "generate", "chat", "inspect", "stats", "metrics", "sessions"]
+COMMANDS = [
+    *("export", "serve", "generate", "chat", "inspect", "plan", "stats", "metrics", "sessions"),
+]
 
 
 def run(*arguments, **options):
@@ -102,6 +104,24 @@ def test_inspect_shows_model_cache_and_bytes(artifact, where):
         *signature_table(EngineConfig()),
     ):
         assert expected in text
+
+
+def test_plan_says_how_many_sessions_fit(artifact, no_tensorflow):
+    arguments = ("plan", artifact, "--memory", "1GB", "--cache", "k8v4", "--context", "100")
+    data = json.loads(run(*arguments, "--json").stdout)
+    # Two layers and two KV heads of 16: 16 codes of 8 bits and a pair of float16, then of 4.
+    assert (data["key_bytes"], data["value_bytes"]) == (4 * 20, 4 * 12)
+    assert data["session_pages"] == 2
+    assert data["peak_bytes"] <= 10**9 < data["peak_bytes"] + data["session_bytes"]
+    table = run(*arguments).stdout
+    assert f"{data['sessions']:,} sessions" in table
+    assert f"{data['swap_peak_bytes']:,}" in table
+
+
+def test_plan_refuses_what_is_no_size(artifact, no_tensorflow):
+    result = run("plan", artifact, "--memory", "much")
+    assert result.exit_code == 1
+    assert "`--memory` must be a size such as 2GB" in plain(result.output)
 
 
 def test_inspect_json_is_the_manifest_and_the_bytes(artifact):

@@ -1,0 +1,143 @@
+"""How much memory an artifact will take, and how many sessions fit, before it is exported."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from tfkv.config import DecoderConfig, EngineConfig
+from tfkv.errors import ConfigError
+from tfkv.export.engine import PREFILL_PIECE
+from tfkv.export.geometry import CacheGeometry
+from tfkv.export.history import BYTES_PER_TOKEN as HISTORY_BYTES_PER_TOKEN
+from tfkv.export.importers.source import expected_tensors
+from tfkv.export.packed_weights import BYTES_PER_WEIGHT
+
+#: What a warm server holds besides weights and sessions: program, compiled code, buffers.
+#: `path.resident_mb` of `make figures` is held to this.
+PROGRAM_BYTES = 700_000_000
+#: Weights and what loading them leaves behind; likewise.
+WEIGHTS_FACTOR = 1.3
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of an engine, and what fits into a budget.
+
+    Attributes:
+        cache: Policy and codec.
+        context: Tokens a session is planned for.
+        key_bytes: Of the keys of one token, all layers; exact.
+        value_bytes: Of its values; exact.
+        page_bytes: Of one page; exact.
+        session_pages: Pages that a session of `context` tokens takes.
+        history_bytes: Of the token history of one session.
+        weight_bytes: Of the weights as they are served.
+        memory: The budget.
+    """
+
+    cache: str
+    context: int
+    key_bytes: int
+    value_bytes: int
+    page_bytes: int
+    session_pages: int
+    history_bytes: int
+    weight_bytes: int
+    memory: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of cache of one token."""
+        return self.key_bytes + self.value_bytes
+
+    @property
+    def session_bytes(self) -> int:
+        """Bytes of one session: its pages and its history."""
+        return self.session_pages * self.page_bytes + self.history_bytes
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes of one loaded version without any session."""
+        return math.ceil(WEIGHTS_FACTOR * self.weight_bytes) + self.page_bytes + self.history_bytes
+
+    @property
+    def sessions(self) -> int:
+        """Sessions that fit where versions are never swapped."""
+        return self._fit(1)
+
+    @property
+    def sessions_with_swap(self) -> int:
+        """Sessions that fit where a version swap must: two versions are loaded during it."""
+        return self._fit(2)
+
+    def peak_bytes(self, sessions: int, versions: int = 1) -> int:
+        """Resident bytes with a pool for so many sessions, in each of so many versions."""
+        return PROGRAM_BYTES + versions * (self.fixed_bytes + sessions * self.session_bytes)
+
+    def _fit(self, versions: int) -> int:
+        room = self.memory - PROGRAM_BYTES - versions * self.fixed_bytes
+        return max(room // (versions * self.session_bytes), 0)
+
+    def pool_bytes(self, sessions: int) -> int:
+        """What to give `tfkv export --pool` for so many sessions."""
+        return (sessions * self.session_pages + 1) * self.page_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as data."""
+        swap = self.sessions_with_swap
+        return {
+            **dataclasses.asdict(self),
+            "token_bytes": self.token_bytes,
+            "session_bytes": self.session_bytes,
+            "sessions": self.sessions,
+            "pool_bytes": self.pool_bytes(self.sessions),
+            "peak_bytes": self.peak_bytes(self.sessions),
+            "sessions_with_swap": swap,
+            "pool_bytes_with_swap": self.pool_bytes(swap),
+            "swap_peak_bytes": self.peak_bytes(swap, versions=2),
+        }
+
+
+def plan_memory(
+    model: DecoderConfig, engine: EngineConfig, context: int, memory: int
+) -> MemoryPlan:
+    """Plans the memory of an engine.
+
+    Args:
+        model: Architecture.
+        engine: Of it, the cache, the page size and the history count.
+        context: Tokens a session is planned for; a window policy stores fewer.
+        memory: Bytes that the server may take.
+
+    Raises:
+        ConfigError: A value is out of range, or the cache cannot be had for this model.
+    """
+    if not 1 <= context <= model.context_length:
+        raise ConfigError(
+            f"`context` must be from 1 to the model's {model.context_length} tokens. "
+            f"Received: context={context}."
+        )
+    if memory < 1:
+        raise ConfigError(f"`memory` must be at least 1 byte. Received: memory={memory}.")
+    engine = dataclasses.replace(engine, capacity=max(context, 2 * engine.page_size))
+    geometry = CacheGeometry.of(model, engine, PREFILL_PIECE)
+    codec, size = geometry.cache.codec, engine.page_size
+    codec.check(model.head_dim)
+    heads = model.num_layers * model.num_key_value_heads
+    keys, values = (
+        heads * codec.sides()[side].bytes_per_token(model.head_dim) for side in ("keys", "values")
+    )
+    return MemoryPlan(
+        cache=str(geometry.cache),
+        context=context,
+        key_bytes=keys,
+        value_bytes=values,
+        page_bytes=size * (keys + values),
+        session_pages=min(math.ceil(context / size), geometry.columns),
+        history_bytes=(engine.history or model.context_length) * HISTORY_BYTES_PER_TOKEN,
+        weight_bytes=BYTES_PER_WEIGHT
+        * sum(math.prod(shape) for _, shape in expected_tensors(model)),
+        memory=memory,
+    )

@@ -1,0 +1,141 @@
+"""What codecs of few bits share: blocks of channels with a scale each, packed, maybe rotated."""
+
+from __future__ import annotations
+
+import abc
+
+import numpy as np
+import tensorflow as tf
+
+from tfkv.errors import ConfigError
+from tfkv.layers.codecs.codec import Codec, Coded, PartSpec
+from tfkv.layers.codecs.packing import pack, packed_size, unpack
+
+
+class BlockCodec(Codec):
+    """Codes of a token and KV head in blocks of neighbouring channels: ``x = scale * level``,
+    or ``scale * level + zero``.
+
+    Scale and zero are folded into the dots, one product a block, so that a page's levels
+    are read as they are: ``q·x = Σ_blocks scale (q·level) + zero Σq``.
+
+    With `rotate`, numbers are multiplied by a normalised Hadamard matrix first. It spreads an
+    outlier channel over all others, and leaves dots of rotated queries with rotated keys as
+    they were.
+
+    Args:
+        bits: Of a code: 4, 6 or 8.
+        block: Channels that share a scale; a narrower head is one block.
+        rotate: Whether to rotate.
+
+    Reference:
+        Rotation: QuaRot, https://arxiv.org/abs/2404.00456, and llama.cpp pull request 21038.
+    """
+
+    def __init__(self, bits: int, block: int, rotate: bool = False) -> None:
+        self.bits = bits
+        self.block = block
+        self.rotate = rotate
+
+    # --- what a format says of itself ----------------------------------------------------
+
+    @abc.abstractmethod
+    def scale_parts(self, blocks: int) -> dict[str, PartSpec]:
+        """The parts that hold scales and zeros of so many blocks."""
+
+    @abc.abstractmethod
+    def quantize(self, x: tf.Tensor) -> tuple[tf.Tensor, Coded]:
+        """uint8 codes of ``x [..., blocks, channels]``, same shape, and the parts."""
+
+    @abc.abstractmethod
+    def levels(self, codes: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+        """The numbers that uint8 codes stand for, before the scale."""
+
+    @abc.abstractmethod
+    def scales(
+        self, coded: Coded, dtype: tf.DType, axis: int
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """Scale of each block, and zero of each where the format has them, without `axis`."""
+
+    # --- Codec ---------------------------------------------------------------------------
+
+    def check(self, head_dim: int) -> None:
+        width = min(self.block, head_dim)
+        least = {4: 2, 6: 4, 8: 1}[self.bits]
+        if head_dim % width or head_dim % least:
+            raise ConfigError(
+                f"Codec of {self.bits} bits in blocks of {self.block} needs heads of a multiple "
+                f"of {width}. Received: head_dim={head_dim}. Choose 'int8', which takes any."
+            )
+
+    def spec(self, head_dim: int) -> dict[str, PartSpec]:
+        codes = PartSpec((packed_size(head_dim, self.bits),), tf.uint8)
+        return {"codes": codes, **self.scale_parts(self._blocks(head_dim))}
+
+    def encode(self, x: tf.Tensor) -> Coded:
+        x = self._rotated(tf.cast(x, tf.float32))
+        blocks = self._blocks(x.shape[-1])
+        shape = tf.shape(x)
+        split = tf.concat([shape[:-1], [blocks, x.shape[-1] // blocks]], axis=0)
+        codes, parts = self.quantize(tf.reshape(x, split))
+        return {"codes": pack(tf.reshape(codes, shape), self.bits), **parts}
+
+    def decode(self, coded: Coded) -> tf.Tensor:
+        levels = self.levels(unpack(coded["codes"], self.bits), tf.float32)
+        scales, zeros = self.scales(coded, tf.float32, -1)
+        blocks = [
+            level * scale[..., tf.newaxis] + (zeros[index][..., tf.newaxis] if zeros else 0.0)
+            for index, (level, scale) in enumerate(
+                zip(tf.split(levels, len(scales), axis=-1), scales, strict=True)
+            )
+        ]
+        return self._rotated(tf.concat(blocks, axis=-1))
+
+    def scores(self, queries: tf.Tensor, coded: Coded, columns: bool = False) -> tf.Tensor:
+        axis = -2 if columns else -1
+        queries = self._rotated(queries)
+        levels = self.levels(unpack(coded["codes"], self.bits, axis), queries.dtype)
+        scales, zeros = self.scales(coded, queries.dtype, axis)
+        count = len(scales)
+        total: tf.Tensor = 0.0
+        for index, (query, level) in enumerate(
+            zip(tf.split(queries, count, axis=-1), tf.split(levels, count, axis=axis), strict=True)
+        ):
+            dots = tf.matmul(query, level, transpose_b=not columns)
+            total += dots * scales[index][..., tf.newaxis, :]
+            if zeros:
+                sums = tf.reduce_sum(query, axis=-1, keepdims=True)
+                total += sums * zeros[index][..., tf.newaxis, :]
+        return total
+
+    def mix(self, weights: tf.Tensor, coded: Coded) -> tf.Tensor:
+        levels = self.levels(unpack(coded["codes"], self.bits), weights.dtype)
+        scales, zeros = self.scales(coded, weights.dtype, -1)
+        blocks = []
+        for index, level in enumerate(tf.split(levels, len(scales), axis=-1)):
+            mixed = tf.matmul(weights * scales[index][..., tf.newaxis, :], level)
+            if zeros:
+                zero = zeros[index][..., tf.newaxis, :]
+                mixed += tf.reduce_sum(weights * zero, axis=-1, keepdims=True)
+            blocks.append(mixed)
+        return self._rotated(tf.concat(blocks, axis=-1))
+
+    def _blocks(self, head_dim: int) -> int:
+        self.check(head_dim)
+        return head_dim // min(self.block, head_dim)
+
+    def _rotated(self, x: tf.Tensor) -> tf.Tensor:
+        """Rotated, or rotated back: the matrix is its own inverse."""
+        if not self.rotate:
+            return x
+        return tf.matmul(x, tf.constant(hadamard(x.shape[-1]), x.dtype))
+
+
+def hadamard(size: int) -> np.ndarray:
+    """Normalised symmetric Hadamard matrix ``[size, size]``; where `size` is no power of two,
+    one of the largest that divides it, for each of as many groups of channels."""
+    power = size & -size
+    matrix = np.ones([1, 1])
+    while len(matrix) < power:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return np.kron(np.eye(size // power), matrix / np.sqrt(power)).astype(np.float32)

@@ -1,0 +1,57 @@
+"""Integers of 4, 6 or 8 bits with a scale and a zero for each block of channels."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tfkv.layers.codecs.block_codec import BlockCodec
+from tfkv.layers.codecs.codec import Coded, PartSpec
+
+#: Least scale: a float16 scale of 0 cannot divide.
+_LEAST = 6e-8
+
+
+class IntegerBlocks(BlockCodec):
+    """Asymmetric integers: the lowest number of a block is code 0, the highest the last one.
+
+    Choose 4 bits for an eighth of float32's bytes and a quarter more for scales; rotate keys,
+    which have outlier channels, or give them 8 bits: keys are far more sensitive than values.
+
+    Scale and zero are float16, and codes are computed against the rounded pair.
+
+    Args:
+        bits: Of a code: 4, 6 or 8.
+        block: Channels that share a scale and a zero.
+        rotate: Whether to rotate first; see `BlockCodec`.
+
+    Reference:
+        Values in groups of channels: KIVI, https://arxiv.org/abs/2402.02750.
+    """
+
+    def __init__(self, bits: int, block: int = 32, rotate: bool = False) -> None:
+        super().__init__(bits, block, rotate)
+        turned = "_rotated" if rotate else ""
+        self.name = f"int{bits}_g{block}{turned}"
+
+    def scale_parts(self, blocks: int) -> dict[str, PartSpec]:
+        return {"affine": PartSpec((2 * blocks,), tf.float16)}
+
+    def quantize(self, x: tf.Tensor) -> tuple[tf.Tensor, Coded]:
+        top = float(2**self.bits - 1)
+        low = tf.reduce_min(x, axis=-1)
+        scale = tf.maximum((tf.reduce_max(x, axis=-1) - low) / top, 1e-7)
+        affine = tf.cast(tf.concat([scale, low], axis=-1), tf.float16)
+        scale, low = tf.split(tf.cast(affine, tf.float32), 2, axis=-1)
+        scale = tf.maximum(scale, _LEAST)
+        codes = tf.round((x - low[..., tf.newaxis]) / scale[..., tf.newaxis])
+        return tf.cast(tf.clip_by_value(codes, 0.0, top), tf.uint8), {"affine": affine}
+
+    def levels(self, codes: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+        return tf.cast(codes, dtype)
+
+    def scales(
+        self, coded: Coded, dtype: tf.DType, axis: int
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        numbers = tf.unstack(tf.cast(coded["affine"], dtype), axis=axis)
+        blocks = len(numbers) // 2
+        return [tf.maximum(scale, _LEAST) for scale in numbers[:blocks]], numbers[blocks:]

@@ -1,0 +1,50 @@
+"""Small unsigned codes side by side in bytes."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+
+def packed_size(count: int, bits: int) -> int:
+    """Bytes that `count` codes of 4, 6 or 8 bits take."""
+    return count * bits // 8
+
+
+def pack(codes: tf.Tensor, bits: int) -> tf.Tensor:
+    """uint8 codes ``[..., n]`` below 2**bits as bytes ``[..., n · bits / 8]``.
+
+    Codes that share bytes are far apart: the first half of them lie in the low bits, say.
+    Unpacking is then a concatenation, and never an interleaving.
+
+    Args:
+        codes: n is a multiple of two at 4 bits, of four at 6.
+        bits: 4, 6 or 8.
+    """
+    if bits == 8:
+        return codes
+    shift, either = tf.bitwise.left_shift, tf.bitwise.bitwise_or
+    if bits == 4:
+        low, high = tf.split(codes, 2, axis=-1)
+        return either(low, shift(high, _byte(4)))
+    *rest, last = tf.split(codes, 4, axis=-1)
+    pieces = (tf.bitwise.right_shift(last, _byte(2 * place)) for place in range(3))
+    both = zip(rest, pieces, strict=True)
+    return tf.concat([either(code, shift(piece, _byte(6))) for code, piece in both], axis=-1)
+
+
+def unpack(packed: tf.Tensor, bits: int, axis: int = -1) -> tf.Tensor:
+    """Undoes `pack`; the codes lie along `axis`."""
+    if bits == 8:
+        return packed
+    shift, mask = tf.bitwise.right_shift, tf.bitwise.bitwise_and
+    if bits == 4:
+        return tf.concat([mask(packed, _byte(15)), shift(packed, _byte(4))], axis=axis)
+    high = tf.split(shift(packed, _byte(6)), 3, axis=axis)
+    last = tf.add_n(
+        [tf.bitwise.left_shift(part, _byte(2 * place)) for place, part in enumerate(high)]
+    )
+    return tf.concat([mask(packed, _byte(63)), last], axis=axis)
+
+
+def _byte(number: int) -> tf.Tensor:
+    return tf.constant(number, tf.uint8)

@@ -1,0 +1,59 @@
+"""The memory plan against engines that are really built."""
+
+from __future__ import annotations
+
+import pytest
+import tiny_model
+
+from tfkv.config import EngineConfig
+from tfkv.errors import ConfigError
+from tfkv.export import Engine, plan_memory
+from tfkv.layers.codecs import CODECS
+
+MB = 10**6
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("policy", ["dense", "sliding_window(window=40,sinks=3)"])
+def test_pages_are_those_that_an_engine_allocates(policy: str, codec: str):
+    engine = EngineConfig(cache=f"{policy}+{codec}", slots=2, capacity=96, page_size=16)
+    # A window's session is full only beyond its window.
+    context = 96 if policy == "dense" else tiny_model.CONFIG.context_length
+    found = plan_memory(tiny_model.CONFIG, engine, context, memory=10**9)
+    built = Engine(tiny_model.CONFIG, tiny_model.make_weights(), engine)
+    assert found.page_bytes == built.pool.page_bytes
+    assert found.pool_bytes(2) == built.pool.nbytes
+    assert found.token_bytes == built.bytes_per_token
+    history = built.history
+    held = sum(v.nbytes for v in (history.tokens, history.kinds, history.logprobs))
+    assert found.history_bytes * 3 == held
+    weights = sum(variable.shape.num_elements() * 4 for variable in built.weights.variables)
+    assert found.weight_bytes == weights
+
+
+def test_the_sessions_that_fit_are_the_most():
+    engine = EngineConfig(page_size=16)
+    found = plan_memory(tiny_model.CONFIG, engine, context=96, memory=900 * MB)
+    for sessions, versions in ((found.sessions, 1), (found.sessions_with_swap, 2)):
+        assert found.peak_bytes(sessions, versions) <= 900 * MB
+        assert found.peak_bytes(sessions + 1, versions) > 900 * MB
+    assert 0 < found.sessions_with_swap < found.sessions / 2 + 1
+
+
+def test_a_budget_below_the_program_fits_nothing():
+    found = plan_memory(tiny_model.CONFIG, EngineConfig(page_size=16), context=96, memory=MB)
+    assert found.sessions == found.sessions_with_swap == 0
+
+
+def test_a_window_needs_no_more_pages_than_it_shows():
+    window = EngineConfig(cache="sliding_window(window=16)", page_size=16)
+    longest = tiny_model.CONFIG.context_length
+    found = plan_memory(tiny_model.CONFIG, window, longest, MB)
+    dense = plan_memory(tiny_model.CONFIG, EngineConfig(page_size=16), longest, MB)
+    assert found.session_pages < dense.session_pages
+
+
+@pytest.mark.parametrize(("context", "memory"), [(0, MB), (10**6, MB), (96, 0)])
+def test_what_cannot_be_planned_is_refused(context: int, memory: int):
+    with pytest.raises(ConfigError, match="must be"):
+        plan_memory(tiny_model.CONFIG, EngineConfig(page_size=16), context, memory)
