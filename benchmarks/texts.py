@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-import pydoc_data.topics
 
 import numpy as np
 
 from tfkv.export.importers import ModelSource, load
+from tfkv.sample_text import language_reference
 
 _CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 _QUESTIONS = (
@@ -44,8 +44,7 @@ def encode(text: str) -> list[int]:
 @functools.cache
 def real_text() -> np.ndarray:
     """Token ids of Python's language reference: English prose with some code; int32."""
-    topics = pydoc_data.topics.topics
-    return np.array(encode("\n\n".join(topics[name] for name in sorted(topics))), np.int32)
+    return np.array(encode(language_reference()), np.int32)
 
 
 def passages(count: int, tokens: int) -> list[np.ndarray]:

@@ -14,17 +14,26 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tfkv.export.cache_eval import evaluate_caches
     from tfkv.export.engine import Engine
     from tfkv.export.exporter import export
     from tfkv.export.planner import MemoryPlan, plan_memory
     from tfkv.export.verification import LoadedArtifact
 
-__all__ = ["Engine", "LoadedArtifact", "MemoryPlan", "export", "plan_memory"]
+__all__ = [
+    "Engine",
+    "LoadedArtifact",
+    "MemoryPlan",
+    "evaluate_caches",
+    "export",
+    "plan_memory",
+]
 
 _HOMES = {
     "Engine": "engine",
     "LoadedArtifact": "verification",
     "MemoryPlan": "planner",
+    "evaluate_caches": "cache_eval",
     "export": "exporter",
     "plan_memory": "planner",
 }

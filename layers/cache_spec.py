@@ -49,8 +49,10 @@ class CacheSpec:
                 f"'sliding_window(window=512)+int8'. Received: cache={text!r}."
             )
         name, arguments, codec = match["name"], match["args"], match["codec"]
-        if codec is None and arguments is None and name in CODECS:
-            name, codec = "dense", name
+        if codec is None and arguments is None:
+            _lookup({**POLICIES, **CODECS}, name, "policy or codec")
+            if name in CODECS:
+                name, codec = "dense", name
         policy_type = _lookup(POLICIES, name, "policy")
         policy = _build(policy_type, _arguments(arguments or "", text))
         return cls(policy, _lookup(CODECS, codec or "float32", "codec"))

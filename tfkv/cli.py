@@ -488,6 +488,34 @@ def plan(
         terminal.output().print(terminal.plan_table(found.to_dict()))
 
 
+@app.command("eval")
+def evaluate(
+    source: Annotated[str, typer.Argument(help="Path of a .gguf file, or 'smollm2'.")],
+    cache: Annotated[list[str], typer.Option(help="Policy+codec; give it once for each.")],
+    out: Annotated[pathlib.Path, typer.Option(help="Directory of eval.json and eval.html.")],
+    text: Annotated[
+        pathlib.Path | None,
+        typer.Option(help="UTF-8 text to read; Python's language reference by default."),
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of a passage.")] = 2048,
+    passages: Annotated[int, typer.Option(help="Passages, spread over the text.")] = 4,
+    baselines: Annotated[
+        bool, typer.Option(help="Also measure windows of as many bytes as each codec.")
+    ] = True,
+) -> None:
+    """Measures what caches cost in quality: KL, top token and perplexity against bytes."""
+    terminal.load_tensorflow()
+    from tfkv.export import evaluate_caches
+
+    given = None if text is None else text.read_text(encoding="utf-8")
+    with terminal.Steps() as steps:
+        scores = evaluate_caches(
+            source, cache, out, given, tokens, passages, baselines, progress=steps
+        )
+    terminal.output().print(terminal.scores_table(scores))
+    typer.echo(str(out / "eval.html"))
+
+
 @app.command()
 def stats(
     target: Target = "127.0.0.1:8500",

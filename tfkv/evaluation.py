@@ -134,11 +134,16 @@ class Comparison:
             after each token, in nats; float ``[M]``.
         same_top: Whether both find the same token most likely; bool ``[M]``.
         gap: Largest difference of two logits after each token; float ``[M]``.
+        reference_nll: What the token that followed was worth to the reference, −log p in nats;
+            float ``[M]``, NaN where none followed.
+        candidate_nll: Likewise, to the candidate.
     """
 
     kl: np.ndarray
     same_top: np.ndarray
     gap: np.ndarray
+    reference_nll: np.ndarray
+    candidate_nll: np.ndarray
 
     @property
     def tokens(self) -> int:
@@ -154,6 +159,11 @@ class Comparison:
     def top1_percent(self) -> float:
         """Tokens after which both find the same one most likely, in percent."""
         return 100.0 * float(np.mean(self.same_top))
+
+
+def perplexity(nll: np.ndarray) -> float:
+    """exp of the mean of −log p in nats, NaN left out."""
+    return float(np.exp(np.nanmean(nll)))
 
 
 def compare_caches(
@@ -178,24 +188,33 @@ def compare_caches(
     """
     if not texts:
         raise ConfigError("`texts` must hold at least one text. Received: none.")
-    found = [
-        [part.numpy() for part in _compare(expected, given)]
-        for text in texts
-        for expected, given in zip(
+    found = []
+    for text in texts:
+        both = zip(
             teacher_forced_logits(reference, text, piece),
             teacher_forced_logits(candidate, text, piece),
             strict=True,
         )
-    ]
+        follow = np.append(np.asarray(text, np.int32)[1:], -1)
+        for index, (expected, given) in enumerate(both):
+            next_ids = follow[index * piece : (index + 1) * piece]
+            found.append([part.numpy() for part in _compare(expected, given, next_ids)])
     return Comparison(*(np.concatenate(parts) for parts in zip(*found, strict=True)))
 
 
 @tf.function(jit_compile=True, reduce_retracing=True)
-def _compare(expected: tf.Tensor, given: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """KL, agreement of the top token and largest gap for each row of logits ``[T, V]``."""
+def _compare(expected: tf.Tensor, given: tf.Tensor, follow: tf.Tensor) -> tuple[tf.Tensor, ...]:
+    """Fields of `Comparison` for each row of logits ``[T, V]``; ``follow [T]`` is −1 where no
+    token followed."""
+
+    def nll(log_probabilities: tf.Tensor) -> tf.Tensor:
+        chosen = tf.gather(log_probabilities, tf.maximum(follow, 0), batch_dims=1)
+        return tf.where(follow < 0, float("nan"), -chosen)
+
     p, q = tf.nn.log_softmax(expected), tf.nn.log_softmax(given)
     # Summed as p (log p − log q) − p + q, no term of which is negative: what rounding leaves
     # of two equal distributions does not drown the small figures sought here.
     terms = tf.exp(p) * (p - q) - tf.exp(p) + tf.exp(q)
     same = tf.argmax(expected, axis=-1) == tf.argmax(given, axis=-1)
-    return tf.reduce_sum(terms, axis=-1), same, tf.reduce_max(tf.abs(expected - given), axis=-1)
+    gap = tf.reduce_max(tf.abs(expected - given), axis=-1)
+    return tf.reduce_sum(terms, axis=-1), same, gap, nll(p), nll(q)

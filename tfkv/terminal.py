@@ -7,9 +7,9 @@ import os
 import pathlib
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -17,12 +17,16 @@ from rich.table import Table
 
 from tfkv.manifest import Manifest
 
+if TYPE_CHECKING:
+    from tfkv.cache_report import CacheScore
+
 _STAGES = {
     "load": "Loading",
     "import": "Reading the model",
     "warmup": "Warming up",
     "export": "Exporting",
     "verify": "Verifying",
+    "caches": "Reading the text",
 }
 
 
@@ -203,6 +207,26 @@ def plan_table(plan: Mapping[str, Any]) -> Table:
     }
     for name, count in rows.items():
         table.add_row(name, f"{count:,}", human_bytes(count))
+    return table
+
+
+def scores_table(scores: Sequence[CacheScore]) -> Table:
+    """What `tfkv eval` shows."""
+    full = f"{scores[0].full_perplexity:.3f}" if scores else "unknown"
+    title = f"Against the full float32 cache, whose perplexity is {full}"
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.add_column("cache", overflow="fold")
+    for name in ("bytes a token", "KL, nats", "p99", "same top", "perplexity"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for score in scores:
+        table.add_row(
+            score.cache.removeprefix("dense+"),
+            f"{score.bytes_per_token:,.0f}",
+            f"{score.kl:.2e}",
+            f"{score.kl_p99:.1e}",
+            f"{score.top1_percent:.2f} %",
+            f"{score.perplexity:.3f}",
+        )
     return table
 
 

@@ -28,9 +28,10 @@ def test_reads_and_writes(text: str, canonical: str):
     ("text", "message"),
     [
         (
-            "slidng_window",
+            "slidng_window+int8",
             r"Unknown cache policy 'slidng_window'\. Did you mean 'sliding_window'\?",
         ),
+        ("int7", r"Unknown cache policy or codec 'int7'\. Did you mean 'int8'\?"),
         ("dense+int7", r"Unknown cache codec 'int7'\. Did you mean 'int8'\?"),
         ("dense+fp4", r"Unknown cache codec 'fp4'\. Did you mean 'nvfp4'\?"),
         ("dense+zip", r"Unknown cache codec 'zip'\. Known: float32, bfloat16, float16, int8"),

@@ -21,7 +21,8 @@ from tfkv.errors import ConfigError, ModelSourceError, ServerError
 from tfkv.manifest import MANIFEST_PATH, STATS, TOKENIZER_PATH, Manifest, signature_table
 
 COMMANDS = [
-    *("export", "serve", "generate", "chat", "inspect", "plan", "stats", "metrics", "sessions"),
+    *("export", "serve", "generate", "chat", "inspect", "plan", "eval"),
+    *("stats", "metrics", "sessions"),
 ]
 
 

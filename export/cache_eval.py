@@ -1,0 +1,117 @@
+"""Measures caches on the functions that an artifact runs: the engine's own pages."""
+
+from __future__ import annotations
+
+import hashlib
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tfkv.cache_report import CacheScore, Progress, Report, evaluate
+from tfkv.config import EngineConfig
+from tfkv.errors import ConfigError
+from tfkv.evaluation import Comparison, EngineReader, compare_caches
+from tfkv.export.engine import Engine
+from tfkv.export.importers import load
+from tfkv.layers.cache_spec import CacheSpec
+from tfkv.sample_text import language_reference
+
+_FULL = "dense+float32"
+_PIECE = 64
+
+
+def evaluate_caches(
+    source: Any,
+    caches: Sequence[str],
+    out: str | pathlib.Path,
+    text: str | None = None,
+    tokens: int = 2048,
+    passages: int = 4,
+    baselines: bool = True,
+    progress: Progress = lambda *_: None,
+) -> list[CacheScore]:
+    """Compares caches with the full float32 one on real text, and writes a report.
+
+    Passages are read teacher-forced in pieces of 64 tokens, by the functions and pages that
+    an artifact serves with; all but the newest piece is read back from the cache under test.
+
+    Args:
+        source: As of `tfkv.export.export`; it needs a tokenizer.
+        caches: Policies and codecs, such as ``"int8"`` or ``"sliding_window(window=512)"``.
+        out: Directory of ``eval.json`` and ``eval.html``. What it holds already is not
+            measured again.
+        text: What to read; Python's language reference where left out.
+        tokens: Of a passage.
+        passages: How many, spread evenly over the text.
+        baselines: Whether to measure windows of as many bytes as each cache that forgets
+            nothing, without and with sinks: what a codec has to beat.
+        progress: Called with ``"caches"``, caches done and caches in all.
+
+    Returns:
+        A score for each of `caches` and of the baselines.
+
+    Raises:
+        ConfigError: A cache is unknown, or the text is too short.
+        ModelSourceError: The source cannot be read, or has no tokenizer.
+    """
+    from tokenizers import Tokenizer
+
+    specs = [str(CacheSpec.parse(cache)) for cache in caches]
+    model = load(source)
+    if model.tokenizer_json is None:
+        raise ConfigError("`source` has no tokenizer, so text cannot be read through it.")
+    whole = language_reference() if text is None else text
+    ids = np.array(Tokenizer.from_str(model.tokenizer_json).encode(whole).ids, np.int32)
+    if not _PIECE <= tokens <= model.config.context_length or passages < 1:
+        raise ConfigError(
+            f"`tokens` must be from {_PIECE} to {model.config.context_length}, and `passages` "
+            f"at least 1. Received: tokens={tokens}, passages={passages}."
+        )
+    if len(ids) < tokens * passages:
+        raise ConfigError(
+            f"`text` must hold {passages} passages of {tokens} tokens. Received: {len(ids)} "
+            "tokens. Give a longer text, or ask for less."
+        )
+    stride = len(ids) // passages
+    read = [ids[first : first + tokens] for first in range(0, stride * passages, stride)]
+    if baselines:
+        specs += [w for spec in specs for w in _windows(spec, model.config.head_dim, tokens)]
+    setting = {
+        "model": model.description,
+        "text": "Python's language reference" if text is None else "given",
+        "text hash": hashlib.sha256(whole.encode()).hexdigest()[:12],
+        "tokens": tokens,
+        "passages": passages,
+    }
+
+    def engine(cache: str) -> Engine:
+        config = EngineConfig(cache=cache, slots=1, capacity=max(tokens, 128), batch_sizes=(1,))
+        return Engine(model.config, model.weights, config)
+
+    full = EngineReader(engine(_FULL))
+
+    def measure(cache: str) -> tuple[Comparison, float]:
+        candidate = engine(cache)
+        entries = min(candidate.geometry.layout.entries, tokens)
+        found = compare_caches(full, EngineReader(candidate), read, _PIECE)
+        return found, candidate.bytes_per_token * entries / tokens
+
+    unlike = list(dict.fromkeys(specs))
+    return evaluate(unlike, Report(out, setting), measure, _PIECE, progress)
+
+
+def _windows(cache: str, head_dim: int, tokens: int) -> list[str]:
+    """Float32 windows, without and with sinks, of the bytes that a dense cache takes."""
+    spec, full = CacheSpec.parse(cache), CacheSpec.parse(_FULL)
+    if spec.policy.bounded or spec.codec.name == full.codec.name:
+        return []
+    share = spec.codec.bytes_per_token(head_dim) / full.codec.bytes_per_token(head_dim)
+    # A window stores one piece more than it shows.
+    window = max(int(share * tokens) // _PIECE * _PIECE - 2 * _PIECE, _PIECE)
+    sinks = 4
+    return [
+        f"sliding_window(window={window + _PIECE})+float32",
+        f"sliding_window(window={window},sinks={sinks})+float32",
+    ]
