@@ -13,7 +13,8 @@ from tfkv.layers.codecs import CODECS, CacheCodec
 from tfkv.layers.policies import POLICIES, CachePolicy
 
 _PATTERN = re.compile(
-    r"^\s*(?P<name>\w+)\s*(?:\((?P<args>[^()]*)\))?\s*(?:\+\s*(?P<codec>\w+))?\s*$"
+    r"^\s*(?P<name>\w+)\s*(?:\((?P<args>[^()]*)\))?\s*"
+    r"(?:\+\s*(?P<codec>\w+)\s*(?:\((?P<codec_args>[^()]*)\))?)?\s*$"
 )
 
 
@@ -28,6 +29,8 @@ class CacheSpec:
     Example:
         >>> str(CacheSpec.parse("sliding_window(window=512)+int8"))
         'sliding_window(window=512)+int8'
+        >>> str(CacheSpec.parse("k4v4(recent=64)"))
+        'dense+k4v4(recent=64)'
     """
 
     policy: CachePolicy
@@ -35,7 +38,7 @@ class CacheSpec:
 
     @classmethod
     def parse(cls, text: str | CacheSpec) -> Self:
-        """Reads ``policy(argument=value)+codec``; either half may be left out.
+        """Reads ``policy(argument=value)+codec(argument=value)``; either half may be left out.
 
         Raises:
             ConfigError: The text is malformed, or a name is unknown; it suggests one.
@@ -48,17 +51,28 @@ class CacheSpec:
                 "`cache` must read policy(name=value,...)+codec, for example "
                 f"'sliding_window(window=512)+int8'. Received: cache={text!r}."
             )
-        name, arguments, codec = match["name"], match["args"], match["codec"]
-        if codec is None and arguments is None:
+        name, arguments = match["name"], match["args"] or ""
+        codec, codec_arguments = match["codec"], match["codec_args"] or ""
+        if codec is None:
             _lookup({**POLICIES, **CODECS}, name, "policy or codec")
             if name in CODECS:
-                name, codec = "dense", name
+                name, arguments, codec, codec_arguments = "dense", "", name, arguments
         policy_type = _lookup(POLICIES, name, "policy")
-        policy = _build(policy_type, _arguments(arguments or "", text))
-        return cls(policy, _lookup(CODECS, codec or "float32", "codec"))
+        fields = [field.name for field in dataclasses.fields(policy_type)]
+        policy = policy_type(**_known(_arguments(arguments, text), name, fields))
+        plain = _lookup(CODECS, codec or "float32", "codec")
+        changed = _known(_arguments(codec_arguments, text), plain.name, ["recent", "sinks"])
+        return cls(policy, dataclasses.replace(plain, **changed))
 
     def __str__(self) -> str:
-        return f"{self.policy}+{self.codec.name}"
+        usual = CODECS[self.codec.name]
+        given = [
+            f"{name}={getattr(self.codec, name)}"
+            for name in ("recent", "sinks")
+            if getattr(self.codec, name) != getattr(usual, name)
+        ]
+        arguments = f"({','.join(given)})" if given else ""
+        return f"{self.policy}+{self.codec.name}{arguments}"
 
     def bytes_per_token(self, num_layers: int, num_key_value_heads: int, head_dim: int) -> int:
         """Bytes that one stored token takes in all layers, keys and values; exact."""
@@ -86,12 +100,16 @@ def _arguments(text: str, whole: str | CacheSpec) -> dict[str, Any]:
     return arguments
 
 
-def _build(policy_type: type[CachePolicy], arguments: dict[str, Any]) -> CachePolicy:
-    known = [field.name for field in dataclasses.fields(policy_type)]
+def _known(arguments: dict[str, Any], owner: str, known: list[str]) -> dict[str, Any]:
+    """The arguments, if a policy or codec takes them.
+
+    Raises:
+        ConfigError: It does not; it suggests one that it takes.
+    """
     for name in arguments:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             takes = ", ".join(known) or "no arguments"
-            raise ConfigError(f"{policy_type.name!r} has no {name!r}.{hint} It takes: {takes}.")
-    return policy_type(**arguments)
+            raise ConfigError(f"{owner!r} has no {name!r}.{hint} It takes: {takes}.")
+    return arguments

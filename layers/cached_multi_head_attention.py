@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import keras
@@ -10,6 +11,7 @@ import tensorflow as tf
 from tfkv.errors import CacheError, ConfigError
 from tfkv.layers import attention, masks
 from tfkv.layers.cache_spec import CacheSpec
+from tfkv.layers.cache_view import CacheView
 from tfkv.layers.codecs import CODECS, CacheCodec, Coded
 from tfkv.layers.dense_store import DenseStore, State
 from tfkv.layers.positions import consecutive_positions, first_position
@@ -185,16 +187,45 @@ class CachedMultiHeadAttention(keras.layers.Layer):
         x = tf.where((positions >= 0)[..., tf.newaxis], x, tf.zeros_like(x))
         queries, keys, values = self._project_in(x, positions)
         codec = self.cache.codec if state else _FLOAT32
+        exact = (keys, values)
         keys, values = codec.keys.encode(keys), codec.values.encode(values)
-        part = self._attend(queries, positions, keys, values, positions, codec)
-        if state:
-            view = self.store.view(state, before=first_position(positions))
-            old = self._attend(queries, positions, *view, codec)
-            part = attention.merge(old, part)
+        if state and codec.recent:
+            part = self._attend_mixed(queries, positions, exact, (keys, values), state)
+        else:
+            part = self._attend(queries, positions, keys, values, positions, codec)
+            if state:
+                view = self.store.view(state, before=first_position(positions))
+                old = self._attend(queries, positions, *view, codec)
+                part = attention.merge(old, part)
         mixed = attention.ungroup_output(attention.normalize(part), self.num_heads)
         if state:
-            state = self.store.write(state, positions, keys, values, after=mixed)
+            state = self.store.write(state, positions, keys, values, after=mixed, exact=exact)
         return self.attention_output(tf.cast(mixed, self.compute_dtype)), state or {}
+
+    def _attend_mixed(
+        self,
+        queries: tf.Tensor,
+        positions: tf.Tensor,
+        exact: tuple[tf.Tensor, tf.Tensor],
+        coded: tuple[Coded, Coded],
+        state: State,
+    ) -> attention.Partial:
+        """Attention where the codec keeps the newest tokens exactly: each token is read from
+        one of the two, by its distance from the query."""
+        codec, before = self.cache.codec, first_position(positions)
+        main, kept = self.store.view(state, before), self.store.exact_view(state, before)
+        there = self.store.kept_exactly(state, main.positions)
+        old = masks.exact(positions, main.positions, codec.recent, codec.sinks)
+        near = masks.exact(positions, kept.positions, codec.recent, codec.sinks)
+        here = masks.exact(positions, positions, codec.recent, codec.sinks)
+        new = CacheView({"codes": exact[0]}, {"codes": exact[1]}, positions)
+        parts = [
+            self._attend(queries, positions, *main, codec, ~(old & there[:, tf.newaxis])),
+            self._attend(queries, positions, *kept, _FLOAT32, near),
+            self._attend(queries, positions, *new, _FLOAT32, here),
+            self._attend(queries, positions, *CacheView(*coded, positions), codec, ~here),
+        ]
+        return functools.reduce(attention.merge, parts)
 
     def _positions(
         self,
@@ -232,10 +263,11 @@ class CachedMultiHeadAttention(keras.layers.Layer):
         values: Coded,
         key_positions: tf.Tensor,
         codec: CacheCodec,
+        also: tf.Tensor | bool = True,
     ) -> attention.Partial:
         policy = self.cache.policy
         first_visible = policy.first_visible(positions)
-        mask = masks.visible(positions, key_positions, first_visible, policy.sinks)
+        mask = masks.visible(positions, key_positions, first_visible, policy.sinks) & also
         return attention.attend(queries, keys, values, mask, codec)
 
     def get_config(self) -> dict[str, Any]:

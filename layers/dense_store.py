@@ -10,7 +10,10 @@ from tfkv.errors import CacheError, ConfigError
 from tfkv.layers.cache_spec import CacheSpec
 from tfkv.layers.cache_view import CacheView
 from tfkv.layers.codecs.codec import Coded
+from tfkv.layers.entry_layout import EntryLayout
 from tfkv.layers.positions import first_position, ranks
+
+_EXACT = ("exact/keys", "exact/values")
 
 #: Tensors of a store by name: flat, batch first, of static shape.
 State = dict[str, tf.Tensor]
@@ -19,6 +22,7 @@ State = dict[str, tf.Tensor]
 class _Plan(NamedTuple):
     """What one write does: see `DenseStore._plan`."""
 
+    kept: tf.Tensor
     entries: tf.Tensor
     filled: tf.Tensor
     reached: tf.Tensor
@@ -36,6 +40,8 @@ class DenseStore:
     The state is a flat dict:
 
     - ``keys/<part>``, ``values/<part>``: the codec's parts, ``[B, K, S, ...]``;
+    - ``exact/keys``, ``exact/values``: float32 ``[B, K, E, H]``, what the codec keeps as it is
+      beside its codes, where it does: its sinks, and a ring of its newest tokens;
     - ``filled``: int32 ``[B]``, tokens the session holds, which is its next position;
     - ``reached``: int32 ``[B]``, one past the highest position ever written; it differs
       from ``filled`` after tokens were taken back;
@@ -85,6 +91,9 @@ class DenseStore:
         self.num_key_value_heads = num_key_value_heads
         self.head_dim = head_dim
         self.layout = self.cache.policy.layout(capacity, slack)
+        codec = self.cache.codec
+        #: Where the tokens lie that the codec keeps exactly.
+        self.exact_layout = EntryLayout(codec.exact_entries, codec.sinks)
         #: Tokens that can be taken back; −1 = all.
         self.rollback = self.cache.policy.rollback(self.layout)
 
@@ -101,6 +110,9 @@ class DenseStore:
             for side, codec in self.cache.codec.sides().items()
             for name, part in codec.spec(self.head_dim).items()
         }
+        if self.exact_layout.entries:
+            shape = (*rows[:2], self.exact_layout.entries, self.head_dim)
+            stored |= {name: tf.TensorSpec(shape, tf.float32) for name in _EXACT}
         counts = ("filled", "reached", "dropped")
         return stored | {name: tf.TensorSpec((batch_size,), tf.int32) for name in counts}
 
@@ -122,13 +134,27 @@ class DenseStore:
             before: int32 ``[B]``; hides this position and all after it, for a chunk that
                 takes them back.
         """
-        positions = self.layout.positions_of(state["filled"])
-        overwritten = state["reached"] - (self.layout.entries - self.layout.sinks)
-        held = (positions >= overwritten[:, tf.newaxis]) | (positions < self.layout.sinks)
+        positions = self._held(state, self.layout, before)
+        return CacheView(self._side(state, "keys"), self._side(state, "values"), positions)
+
+    def exact_view(self, state: State, before: tf.Tensor | None = None) -> CacheView:
+        """What attention reads of the tokens that the codec keeps exactly; as `view`."""
+        positions = self._held(state, self.exact_layout, before)
+        keys, values = ({"codes": state[name]} for name in _EXACT)
+        return CacheView(keys, values, positions)
+
+    def kept_exactly(self, state: State, positions: tf.Tensor) -> tf.Tensor:
+        """Whether `exact_view` has the tokens at ``positions [B, S]``; bool."""
+        return _still_there(positions, state["reached"], self.exact_layout)
+
+    @staticmethod
+    def _held(state: State, layout: EntryLayout, before: tf.Tensor | None) -> tf.Tensor:
+        """Position that each entry holds, int32 ``[B, S]``; −1 = none that can be read."""
+        positions = layout.positions_of(state["filled"])
+        held = _still_there(positions, state["reached"], layout)
         if before is not None:
             held &= positions < before[:, tf.newaxis]
-        positions = tf.where(held, positions, -1)
-        return CacheView(self._side(state, "keys"), self._side(state, "values"), positions)
+        return tf.where(held, positions, -1)
 
     def write(
         self,
@@ -137,6 +163,7 @@ class DenseStore:
         keys: Coded,
         values: Coded,
         after: tf.Tensor | None = None,
+        exact: tuple[tf.Tensor, tf.Tensor] | None = None,
     ) -> State:
         """Stores a chunk.
 
@@ -148,6 +175,8 @@ class DenseStore:
             after: ``[B, ...]``, what was computed from `view`; a row that holds a NaN is
                 refused. Without it XLA does not know that the reads come before the
                 write, and copies the cache twice a step.
+            exact: Keys and values as they were encoded, float32 ``[B, K, T, H]``; needed where
+                the codec keeps some as they are.
 
         Returns:
             A state of the same spec. Of a chunk longer than a window, only what the window
@@ -161,11 +190,16 @@ class DenseStore:
         plan = self._plan(state, positions, sound)
         if tf.executing_eagerly():
             self._refuse_dropped(state, positions, plan, sound)
-        slots, sources, writes = self._slots(plan.entries)
+        slots, sources, writes = self._slots(plan.entries, self.layout.entries)
         new = {"filled": plan.filled, "reached": plan.reached, "dropped": plan.dropped}
         for side, coded in (("keys", keys), ("values", values)):
             for name, part in coded.items():
                 key = f"{side}/{name}"
+                new[key] = _scatter(state[key], slots, sources, writes, part)
+        if exact is not None and self.exact_layout.entries:
+            entries = _newest(plan.kept, plan.filled, self.exact_layout)
+            slots, sources, writes = self._slots(entries, self.exact_layout.entries)
+            for key, part in zip(_EXACT, exact, strict=True):
                 new[key] = _scatter(state[key], slots, sources, writes, part)
         return new
 
@@ -192,19 +226,17 @@ class DenseStore:
             kept &= positions < self.capacity
         added = tf.reduce_sum(tf.cast(kept, tf.int32), axis=1)
         end = tf.where(added > 0, start + added, filled)
-        # The newest tokens of a chunk that is longer than the ring: an entry is never
-        # written twice, for which scatter promises no order.
-        oldest = end - (self.layout.entries - self.layout.sinks)
-        stays = (positions >= oldest[:, tf.newaxis]) | (positions < self.layout.sinks)
+        taken = tf.where(kept, positions, -1)
         return _Plan(
-            entries=tf.where(kept & stays, self.layout.entry_of(positions), -1),
+            kept=taken,
+            entries=_newest(taken, end, self.layout),
             filled=end,
             reached=tf.maximum(reached, end),
             dropped=state["dropped"] + tokens - added,
         )
 
-    def _slots(self, entries: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Where each token goes among all entries of all rows, always within bounds.
+    def _slots(self, entries: tf.Tensor, count: int) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Where each token goes among all `count` entries of all rows, always within bounds.
 
         Scatter outside XLA fails on an index out of bounds and inside XLA does not, so a
         token that goes nowhere repeats another write of its row; `_scatter` writes back
@@ -220,7 +252,7 @@ class DenseStore:
         sources = tf.where(writing, tf.range(width)[tf.newaxis], one[:, tf.newaxis])
         entries = tf.maximum(tf.gather(entries, sources, batch_dims=1), 0)
         heads = self.num_key_value_heads
-        rows = tf.reshape(tf.range(batch * heads), [batch, heads, 1]) * self.layout.entries
+        rows = tf.reshape(tf.range(batch * heads), [batch, heads, 1]) * count
         return rows + entries[:, tf.newaxis, :], sources, tf.reduce_any(writing, axis=1)
 
     def _refuse_dropped(
@@ -244,6 +276,23 @@ class DenseStore:
             f"Received: positions[{row}]={positions[row].numpy().tolist()}. Shorten the session, "
             "raise `capacity`, or choose a cache that forgets, such as 'sliding_window'."
         )
+
+
+def _still_there(positions: tf.Tensor, reached: tf.Tensor, layout: EntryLayout) -> tf.Tensor:
+    """Whether the ring has not gone over ``positions [B, S]`` since; bool."""
+    overwritten = reached - (layout.entries - layout.sinks)
+    return (positions >= overwritten[:, tf.newaxis]) | (positions < layout.sinks)
+
+
+def _newest(positions: tf.Tensor, end: tf.Tensor, layout: EntryLayout) -> tf.Tensor:
+    """Entries of ``positions [B, T]`` that still hold once all up to ``end [B]`` are written.
+
+    Of a chunk longer than the ring these are the newest: an entry is never written twice,
+    for which scatter promises no order.
+    """
+    oldest = end - (layout.entries - layout.sinks)
+    stays = (positions >= oldest[:, tf.newaxis]) | (positions < layout.sinks)
+    return tf.where((positions >= 0) & stays, layout.entry_of(positions), -1)
 
 
 def _sound(x: tf.Tensor) -> tf.Tensor:

@@ -5,6 +5,22 @@ from __future__ import annotations
 import tensorflow as tf
 
 
+def exact(
+    query_positions: tf.Tensor, key_positions: tf.Tensor, recent: int, sinks: int
+) -> tf.Tensor:
+    """Which keys each query reads exactly where a codec keeps some so, bool ``[..., T, S]``.
+
+    Args:
+        query_positions: int32 ``[..., T]``.
+        key_positions: int32 ``[..., S]``.
+        recent: Newest tokens, the query's own included.
+        sinks: First tokens.
+    """
+    queries = query_positions[..., :, tf.newaxis]
+    keys = key_positions[..., tf.newaxis, :]
+    return (keys > queries - recent) | (keys < sinks)
+
+
 def visible(
     query_positions: tf.Tensor,
     key_positions: tf.Tensor,

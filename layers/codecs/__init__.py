@@ -9,16 +9,24 @@ from tfkv.layers.codecs.int8 import Int8Codec
 from tfkv.layers.codecs.int8_symmetric import Int8SymmetricCodec
 from tfkv.layers.codecs.integer_blocks import IntegerBlocks
 
+#: Exact tokens of codecs of few bits.
+_RECENT, _SINKS = 128, 4
+
 
 def _rotated(key_bits: int) -> CacheCodec:
     """Rotated integers, values of 4 bits."""
     keys = IntegerBlocks(key_bits, block=64 if key_bits == 8 else 32, rotate=True)
-    return CacheCodec(f"k{key_bits}v4", keys, IntegerBlocks(4, rotate=True))
+    return CacheCodec(f"k{key_bits}v4", keys, IntegerBlocks(4, rotate=True), _RECENT, _SINKS)
 
 
 def _same(name: str, codec: Codec) -> CacheCodec:
     """Keys and values alike."""
     return CacheCodec(name, codec, codec)
+
+
+def _few_bits(name: str, codec: Codec) -> CacheCodec:
+    """Keys and values alike, so coarse that the newest tokens have to be exact."""
+    return CacheCodec(name, codec, codec, _RECENT, _SINKS)
 
 
 CODECS: dict[str, CacheCodec] = {
@@ -27,9 +35,9 @@ CODECS: dict[str, CacheCodec] = {
         *(_same(name, FloatCodec(name)) for name in ("float32", "bfloat16", "float16")),
         _same("int8", Int8Codec()),
         _same("int8_symmetric", Int8SymmetricCodec()),
-        _same("int4", IntegerBlocks(4)),
+        _few_bits("int4", IntegerBlocks(4)),
         *(_rotated(bits) for bits in (8, 6, 4)),
-        *(_same(name, Float4Codec(name)) for name in ("nvfp4", "mxfp4")),
+        *(_few_bits(name, Float4Codec(name)) for name in ("nvfp4", "mxfp4")),
     )
 }
 

@@ -9,6 +9,8 @@ from typing import NamedTuple, Protocol
 
 import tensorflow as tf
 
+from tfkv.errors import ConfigError
+
 #: Tensors of an encoded block by part name, each ``[A, K, S, ...]``.
 Coded = dict[str, tf.Tensor]
 
@@ -85,15 +87,47 @@ class CacheCodec:
     """How a cache writes its keys and how its values: not always the same way, since keys
     are far more sensitive.
 
+    The newest tokens and the first ones, which most attention goes to, can be kept as they are
+    beside their codes. A query reads a token exactly if it is less than `recent` positions
+    behind, or one of the `sinks`; it makes no difference how a text was cut. Where the exact
+    numbers are gone, after tokens were taken back or in a session that began with shared
+    pages, it reads the codes.
+
     Args:
         name: Its name in a cache string.
         keys: Codec of the keys.
         values: Codec of the values.
+        recent: Newest tokens that a query reads exactly, itself included.
+        sinks: First tokens that every query reads exactly.
+
+    Raises:
+        ConfigError: A number is out of range.
+
+    Reference:
+        Recent tokens in full precision: KIVI, https://arxiv.org/abs/2402.02750.
     """
 
     name: str
     keys: Codec
     values: Codec
+    recent: int = 0
+    sinks: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("recent", "sinks"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 0:
+                raise ConfigError(f"`{name}` must be at least 0. Received: {name}={value!r}.")
+        if self.sinks and not self.recent:
+            raise ConfigError(
+                f"`sinks` of a codec need `recent` of at least 1. Received: sinks={self.sinks}, "
+                "recent=0."
+            )
+
+    @property
+    def exact_entries(self) -> int:
+        """Tokens of a session that are kept exactly as well."""
+        return self.recent + self.sinks
 
     def sides(self) -> dict[str, Codec]:
         """Both, by the name of the side."""
@@ -115,3 +149,7 @@ class CacheCodec:
     def bytes_per_token(self, head_dim: int) -> int:
         """Bytes that keys and values of one token take in one KV head; exact."""
         return sum(codec.bytes_per_token(head_dim) for codec in self.sides().values())
+
+    def exact_bytes(self, head_dim: int) -> int:
+        """Bytes of a session in one KV head for what is kept exactly as well, in float32."""
+        return self.exact_entries * 2 * 4 * head_dim

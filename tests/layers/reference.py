@@ -5,6 +5,8 @@ Nothing of tfkv is used here, so that a mistake there cannot hide here.
 
 from __future__ import annotations
 
+import re
+
 import ml_dtypes
 import numpy as np
 
@@ -99,14 +101,21 @@ def attention(
     )
     if base is not None:
         queries, keys = rope(queries, steps, base), rope(keys, steps, base)
-    keys, values = stored(keys, codec), stored(values, codec, "values")
+    # "k4v4(recent=3,sinks=1)": tokens less than 3 behind, and the first one, are exact.
+    name, _, arguments = codec.partition("(")
+    exactly = dict(re.findall(r"(\w+)=(\d+)", arguments))
+    recent, first = int(exactly.get("recent", 0)), int(exactly.get("sinks", 0))
+    coded = stored(keys, name), stored(values, name, "values")
     heads, head_dim = queries.shape[1:]
     group = heads // keys.shape[1]
     mixed = np.zeros_like(queries)
     for t in steps:
         seen = [s for s in steps if sees(t, s, window, sinks)]
+        near = np.array([t - s < recent or s < first for s in seen])[:, None, None]
+        k = np.where(near, keys[seen], coded[0][seen])
+        v = np.where(near, values[seen], coded[1][seen])
         for n in range(heads):
-            scores = keys[seen, n // group] @ queries[t, n] / np.sqrt(head_dim)
+            scores = k[:, n // group] @ queries[t, n] / np.sqrt(head_dim)
             shares = np.exp(scores - scores.max())
-            mixed[t, n] = shares @ values[seen, n // group] / shares.sum()
+            mixed[t, n] = shares @ v[:, n // group] / shares.sum()
     return np.einsum("tnh,nhd->td", mixed, weights["output"].astype(np.float64))
