@@ -11,6 +11,7 @@ from tfkv import samplers
 from tfkv.config import EngineConfig
 from tfkv.errors import Finish, Status
 from tfkv.export.decoder import Fresh, PackedDecoder, Weights
+from tfkv.export.exact_tail import Tails
 from tfkv.export.history import History
 from tfkv.export.page_pool import Parts
 from tfkv.export.page_table import Found, PageTable
@@ -120,11 +121,14 @@ class Advance:
         )
         tokens_at = self.history.reader()
         weights = self.decoder.read_weights()
+        shared = tf.where(found.filled > before, found.filled, 0)
+        tails = self.decoder.tail.tails(slot, admission.fresh, shared, stored.reached)
+        self.decoder.tail.begin(slot, tails.since)
         table = tf.where(works[:, tf.newaxis], grant.rows, 0)
-        parts = self.decoder.pool.copy(self.decoder.pool.read(), grant.copy_from, table)
-        parts, scores = self._prefill(weights, parts, request, plan, slot, table, tokens_at)
-        parts, made = self._decode(weights, parts, request, plan, slot, table, tokens_at)
-        self.decoder.pool.assign(parts)
+        parts = self.decoder.pool.copy(self.decoder.read_cache(), grant.copy_from, table)
+        parts, scores = self._prefill(weights, parts, request, plan, tails, table, tokens_at)
+        parts, made = self._decode(weights, parts, request, plan, tails, table, tokens_at)
+        self.decoder.assign_cache(parts)
         answer = self._answer(request, plan, stored, made, scores)
         filled = self._publish(plan, slot, stored, made, answer, scores)
         said = tf.gather(self.history.tokens.read(), slot)
@@ -153,11 +157,12 @@ class Advance:
         parts: Parts,
         request: Request,
         plan: Plan,
-        slot: tf.Tensor,
+        tails: Tails,
         table: tf.Tensor,
         tokens_at: Callable[[tf.Tensor, tf.Tensor], tf.Tensor],
     ) -> tuple[Parts, tf.Tensor]:
         """Fills keys, one piece of one row at a time; also logprobs where rows want them."""
+        slot = tails.slot
         piece = self.prefill_piece
         rows, width = shape_of(request.tokens)
         pieces = (plan.fill + piece - 1) // piece
@@ -179,6 +184,7 @@ class Advance:
                 tf.gather(table, row),
                 start,
                 tf.gather(plan.filled, row),
+                Tails(*(tf.gather(field, row)[tf.newaxis] for field in tails)),
             )
             follow = tokens_at(tf.gather(slot, row), places + 1)
             logprobs = tf.cond(
@@ -206,7 +212,7 @@ class Advance:
         parts: Parts,
         request: Request,
         plan: Plan,
-        slot: tf.Tensor,
+        tails: Tails,
         table: tf.Tensor,
         tokens_at: Callable[[tf.Tensor, tf.Tensor], tf.Tensor],
     ) -> tuple[Parts, Sampled]:
@@ -228,7 +234,7 @@ class Advance:
 
             def attend(layer: tf.Tensor, q: tf.Tensor, k: tf.Tensor, v: tf.Tensor) -> Partial:
                 fresh = decoder.attend_step(loop.fresh, layer, Fresh(k, v), here, mask, q)
-                return decoder.attend_pages(parts, layer, q, queries_at, scan, fresh)
+                return decoder.attend_cache(parts, layer, q, queries_at, scan, tails, fresh)
 
             x = tf.gather(weights.embedding, loop.token)[:, tf.newaxis]
             x, new = decoder.layers(weights, x, queries_at, attend)
@@ -240,13 +246,13 @@ class Advance:
             token = samplers.sample(chosen, params, tf.maximum(at + 1, 0))
             return (self._after_step(loop, fresh, logits, token, request, plan),)
 
-        first = tokens_at(slot, start[:, tf.newaxis])[:, 0]
+        first = tokens_at(tails.slot, start[:, tf.newaxis])[:, 0]
         loop = _Loop(
             tf.constant(0),
             tf.where(busy, first, 0),
             busy,
             decoder.no_fresh(rows, chunk),
-            self._seen(request, plan, slot),
+            self._seen(request, plan, tails.slot),
             Sampled(
                 tf.fill([rows, chunk], -1),
                 tf.zeros([rows, chunk]),
@@ -258,7 +264,7 @@ class Advance:
         (loop,) = tf.while_loop(lambda loop: tf.reduce_any(loop.alive), body, (loop,))
         written = columns < loop.made.fed[:, tf.newaxis]
         places = tf.where(written, start[:, tf.newaxis] + columns, -1)
-        parts = decoder.commit(parts, loop.fresh, table, places, plan.filled)
+        parts = decoder.commit(parts, loop.fresh, table, places, plan.filled, tails.slot)
         tokens = tf.where(request.wants_logits[:, tf.newaxis], -1, loop.made.tokens)
         return parts, loop.made._replace(tokens=tokens)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tfkv.export.decoder import PackedDecoder
-from tfkv.layers import attention
+from tfkv.export.exact_tail import Tails
+from tfkv.layers import attention, masks
 from tfkv.layers.attention import Partial
 from tfkv.layers.codecs import FloatCodec
 from tfkv.layers.shapes import keep_shape
@@ -33,6 +34,7 @@ class AttentionProbe:
         layer: tf.Tensor,
         table: tf.Tensor,
         filled: tf.Tensor,
+        tails: Tails,
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Weights of each row's query.
 
@@ -42,6 +44,7 @@ class AttentionProbe:
             layer: int32 ``[B]``.
             table: int32 ``[B, columns]``, block-table rows.
             filled: int32 ``[B]``, most positions that were ever on the row's pages.
+            tails: What is kept exactly of the rows.
 
         Returns:
             Weights float32 ``[B, N, S]``, and the position that each entry holds, int32
@@ -51,8 +54,10 @@ class AttentionProbe:
         entries = layout.positions_of(tf.maximum(filled, position + 1))
         own = tf.range(layout.entries) == layout.entry_of(position)[:, tf.newaxis]
         entries = tf.where(own, position[:, tf.newaxis], entries)
-        query, key = self._project(token, position, layer, table)
+        query, key = self._project(token, position, layer, table, tails)
         scores = decoder.pool.codec.scores(query, self._keys(table, layer), columns=True)
+        if decoder.tail.recent:
+            scores = self._with_exact(scores, query, position, entries, layer, tails)
         alone = _FRESH.scores(query, {"codes": key})
         scores = tf.where(own[:, tf.newaxis, tf.newaxis], alone, scores)
         mask = decoder.geometry.mask(position[:, tf.newaxis], entries)
@@ -61,11 +66,16 @@ class AttentionProbe:
         return tf.reshape(weights, shape), entries
 
     def _project(
-        self, token: tf.Tensor, position: tf.Tensor, layer: tf.Tensor, table: tf.Tensor
+        self,
+        token: tf.Tensor,
+        position: tf.Tensor,
+        layer: tf.Tensor,
+        table: tf.Tensor,
+        tails: Tails,
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Grouped query ``[B, K, G, H]`` and key ``[B, K, 1, H]`` of the token in its layer."""
         decoder = self._decoder
-        weights, parts = decoder.read_weights(), decoder.pool.read()
+        weights, parts = decoder.read_weights(), decoder.read_cache()
         queries_at = position[:, tf.newaxis]
         angles = decoder.angles(queries_at)
         scan = decoder.scan(table, tf.maximum(position, 0), position >= 0)
@@ -73,7 +83,7 @@ class AttentionProbe:
 
         def attend(at: tf.Tensor, q: tf.Tensor, k: tf.Tensor, v: tf.Tensor) -> Partial:
             here = attention.attend(q, {"codes": k}, {"codes": v}, mask, _FRESH)
-            return decoder.attend_pages(parts, at, q, queries_at, scan, here)
+            return decoder.attend_cache(parts, at, q, queries_at, scan, tails, here)
 
         def body(
             at: tf.Tensor, x: tf.Tensor, query: tf.Tensor, key: tf.Tensor
@@ -92,6 +102,25 @@ class AttentionProbe:
         state = (tf.constant(0), x, query, key)
         _, _, query, key = tf.while_loop(lambda at, *_: at <= last, body, state)
         return query, key
+
+    def _with_exact(
+        self,
+        scores: tf.Tensor,
+        query: tf.Tensor,
+        position: tf.Tensor,
+        entries: tf.Tensor,
+        layer: tf.Tensor,
+        tails: Tails,
+    ) -> tf.Tensor:
+        """``scores [B, K, G, S]`` with those of the tokens that are read exactly."""
+        tail = self._decoder.tail
+        keys, _ = tail.gather(tail.read(), tails, layer)
+        exact = _FRESH.scores(query, {"codes": keys})
+        entry = tf.maximum(tail.layout.entry_of(entries), 0)
+        exact = tf.gather(tf.transpose(exact, [0, 3, 1, 2]), entry, batch_dims=1)
+        near = masks.exact(position[:, tf.newaxis], entries, tail.recent, tail.sinks)[:, 0]
+        near &= tail.holds(tails, position, entries) & (entries >= 0)
+        return tf.where(near[:, tf.newaxis, tf.newaxis], tf.transpose(exact, [0, 2, 3, 1]), scores)
 
     def _keys(self, table: tf.Tensor, layer: tf.Tensor) -> dict[str, tf.Tensor]:
         """Coded keys of all entries in each row's layer, parts ``[B, K, ..., S]``."""

@@ -96,7 +96,8 @@ def evaluate_caches(
         candidate = engine(cache)
         entries = min(candidate.geometry.layout.entries, tokens)
         found = compare_caches(full, EngineReader(candidate), read, _PIECE)
-        return found, candidate.bytes_per_token * entries / tokens
+        stored = candidate.bytes_per_token * entries + candidate.exact_bytes
+        return found, stored / tokens
 
     unlike = list(dict.fromkeys(specs))
     return evaluate(unlike, Report(out, setting), measure, _PIECE, progress)
@@ -107,7 +108,8 @@ def _windows(cache: str, head_dim: int, tokens: int) -> list[str]:
     spec, full = CacheSpec.parse(cache), CacheSpec.parse(_FULL)
     if spec.policy.bounded or spec.codec.name == full.codec.name:
         return []
-    share = spec.codec.bytes_per_token(head_dim) / full.codec.bytes_per_token(head_dim)
+    stored = spec.codec.bytes_per_token(head_dim) + spec.codec.exact_bytes(head_dim) / tokens
+    share = stored / full.codec.bytes_per_token(head_dim)
     # A window stores one piece more than it shows.
     window = max(int(share * tokens) // _PIECE * _PIECE - 2 * _PIECE, _PIECE)
     sinks = 4

@@ -9,11 +9,12 @@ import tensorflow as tf
 
 from tfkv.config import DecoderConfig
 from tfkv.export import page_scan
+from tfkv.export.exact_tail import ExactTail, Tails
 from tfkv.export.geometry import CacheGeometry
 from tfkv.export.packed_weights import PackedWeights
 from tfkv.export.page_pool import PagePool, Parts
 from tfkv.export.page_scan import PageList, PageScan
-from tfkv.layers import attention
+from tfkv.layers import attention, masks
 from tfkv.layers.attention import Partial
 from tfkv.layers.codecs import FloatCodec
 from tfkv.layers.normalization import rms_normalize
@@ -46,6 +47,7 @@ class PackedDecoder:
         config: Architecture.
         weights: Packed weights.
         pool: Where keys and values lie.
+        tail: What the codec keeps exactly beside them.
         geometry: Which positions lie where, and who sees them.
         scan_pages: Pages read at once; the scan's cost follows live pages in such steps.
     """
@@ -55,12 +57,14 @@ class PackedDecoder:
         config: DecoderConfig,
         weights: PackedWeights,
         pool: PagePool,
+        tail: ExactTail,
         geometry: CacheGeometry,
         scan_pages: int,
     ) -> None:
         self.config = config
         self.weights = weights
         self.pool = pool
+        self.tail = tail
         self.geometry = geometry
         self.scan_pages = scan_pages
 
@@ -75,21 +79,35 @@ class PackedDecoder:
             {name: getattr(w, name).read_value() for name in names},
         )
 
+    def read_cache(self) -> Parts:
+        """The pool, and what is kept exactly beside it, as tensors."""
+        return {**self.pool.read(), **({"exact": self.tail.read()} if self.tail.recent else {})}
+
+    def assign_cache(self, parts: Parts) -> None:
+        """Publishes what a computation wrote."""
+        self.pool.assign(parts)
+        self.tail.assign(parts.get("exact", {}))
+
     def scan(self, table: tf.Tensor, start: tf.Tensor, reads: tf.Tensor) -> PageScan:
         """The pages that rows read; see `page_scan.scan`."""
         return page_scan.scan(self.geometry, table, start, reads, self.scan_pages)
 
-    def attend_pages(
+    def attend_cache(
         self,
         parts: Parts,
         layer: tf.Tensor,
         queries: tf.Tensor,
         positions: tf.Tensor,
         scan: PageScan,
+        tails: Tails,
         fresh: Partial,
     ) -> Partial:
-        """Attention of grouped ``queries [B, K, Q, H]`` over the pages of a scan, and over
-        the tokens that `fresh` has seen already."""
+        """Attention of grouped ``queries [B, K, Q, H]`` over the pages of a scan, over what is
+        kept exactly of the same rows, and over the tokens that `fresh` has seen already."""
+        if self.tail.recent:
+            fresh = attention.merge(
+                fresh, self._attend_exact(parts, layer, queries, positions, scan.start, tails)
+            )
         codec, size = self.pool.codec, self.geometry.page_size
 
         def of_several(so_far: Partial, pages: PageList) -> Partial:
@@ -100,6 +118,8 @@ class PackedDecoder:
             stored = keys[:, tf.newaxis] < scan.start[:, tf.newaxis]
             seen = self.geometry.mask(positions, keys[:, tf.newaxis])
             seen &= (stored & reader[..., tf.newaxis])[:, :, tf.newaxis]
+            every = tf.broadcast_to(keys[:, tf.newaxis], tf.shape(stored))
+            seen &= self._coded(positions, every, scan.start, tails)
             coded = self.pool.gather(parts, pages.pages, layer)
             return attention.attend_shared(so_far, queries, *coded, seen, codec)
 
@@ -108,7 +128,10 @@ class PackedDecoder:
             keys = pages.bases[:, tf.newaxis] + tf.range(size)
             stored = keys < tf.gather(scan.start, owned)[:, tf.newaxis]
             keys = tf.where(stored & (pages.owners >= 0)[:, tf.newaxis], keys, -1)
-            mask = self.geometry.mask(tf.gather(positions, owned), keys)
+            asked_at = tf.gather(positions, owned)
+            mask = self.geometry.mask(asked_at, keys)
+            of_owners = Tails(*(tf.gather(field, owned) for field in tails))
+            mask &= self._coded(asked_at, keys, tf.gather(scan.start, owned), of_owners)
             coded = self.pool.gather(parts, pages.pages, layer)
             asked = tf.gather(queries, owned)
             return attention.attend_owned(so_far, asked, *coded, mask, codec, pages.owners)
@@ -117,6 +140,35 @@ class PackedDecoder:
         if queries.shape[0] != 1:
             fresh = self._over(scan.shared, fresh, of_several)
         return self._over(scan.own, fresh, of_one)
+
+    def _attend_exact(
+        self,
+        parts: Parts,
+        layer: tf.Tensor,
+        queries: tf.Tensor,
+        positions: tf.Tensor,
+        start: tf.Tensor,
+        tails: Tails,
+    ) -> Partial:
+        """Attention over the tokens that each query reads exactly."""
+        tail = self.tail
+        held = tail.layout.positions_of(start)
+        held = tf.where(tail.holds(tails, start, held), held, -1)
+        mask = self.geometry.mask(positions, held)
+        mask &= masks.exact(positions, held, tail.recent, tail.sinks)
+        keys, values = tail.gather(parts["exact"], tails, layer)
+        return attention.attend(queries, {"codes": keys}, {"codes": values}, mask, _FRESH)
+
+    def _coded(
+        self, queries: tf.Tensor, keys: tf.Tensor, start: tf.Tensor, tails: Tails
+    ) -> tf.Tensor | bool:
+        """Whether ``queries [..., A, T]`` read ``keys [..., A, C]`` from their codes, bool
+        ``[..., A, T, C]``: all that is not read exactly."""
+        tail = self.tail
+        if not tail.recent:
+            return True
+        near = masks.exact(queries, keys, tail.recent, tail.sinks)
+        return ~(near & tail.holds(tails, start, keys)[..., tf.newaxis, :])
 
     def _over(
         self,
@@ -225,6 +277,9 @@ class PackedDecoder:
             tf.reshape(fused, [*shape_of(x)[:2], sum(heads), c.head_dim]), heads, axis=2
         )
         codec = self.pool.codec
+        if codec.recent:
+            # Tokens of one call are near to each other: read exactly.
+            return rotate(q, *angles), rotate(k, *angles), v
         k = codec.keys.round_trip(rotate(k, *angles))
         return rotate(q, *angles), k, codec.values.round_trip(v)
 
@@ -278,6 +333,7 @@ class PackedDecoder:
         table: tf.Tensor,
         start: tf.Tensor,
         filled: tf.Tensor,
+        tails: Tails,
     ) -> tuple[tf.Tensor, Parts]:
         """Fills one piece of one row.
 
@@ -289,6 +345,7 @@ class PackedDecoder:
             table: int32 ``[columns]``, the row's pages.
             start: int32, position of the piece's first token.
             filled: int32, positions below it are on pages already.
+            tails: Of this row, ``[1]``.
 
         Returns:
             Block outputs ``[T, D]`` and the pool with the piece in it.
@@ -299,11 +356,12 @@ class PackedDecoder:
 
         def attend(layer: tf.Tensor, q: tf.Tensor, k: tf.Tensor, v: tf.Tensor) -> Partial:
             here = attention.attend(q, {"codes": k}, {"codes": v}, mask, _FRESH)
-            return self.attend_pages(parts, layer, q, queries_at, scan, here)
+            return self.attend_cache(parts, layer, q, queries_at, scan, tails, here)
 
         x = tf.gather(weights.embedding, tokens)[tf.newaxis]
         x, fresh = self.layers(weights, x, queries_at, attend)
-        parts = self.commit(parts, fresh, table[tf.newaxis], queries_at, filled[tf.newaxis])
+        table, filled = table[tf.newaxis], filled[tf.newaxis]
+        parts = self.commit(parts, fresh, table, queries_at, filled, tails.slot)
         return x[0], parts
 
     def commit(
@@ -313,8 +371,9 @@ class PackedDecoder:
         table: tf.Tensor,
         positions: tf.Tensor,
         filled: tf.Tensor,
+        slot: tf.Tensor,
     ) -> Parts:
-        """Writes fresh tokens to pages.
+        """Writes fresh tokens to pages, and those that are kept exactly.
 
         Tokens that are there already stay as they are to the last bit, so that reading is
         read-only; tokens that newer ones of the same chunk would overwrite are left out.
@@ -325,7 +384,11 @@ class PackedDecoder:
             table: int32 ``[B, columns]``.
             positions: int32 ``[B, T]``; −1 is written nowhere.
             filled: int32 ``[B]``, positions below it are on pages already.
+            slot: int32 ``[B]``.
         """
+        new = tf.where(positions >= filled[:, tf.newaxis], positions, -1)
+        if self.tail.recent:
+            parts = {**parts, "exact": self.tail.write(parts["exact"], slot, new, fresh)}
         size = self.geometry.page_size
         newest = tf.reduce_max(positions, axis=1, keepdims=True)
         stays = (positions < self.geometry.layout.sinks) | (positions > newest - self.geometry.ring)

@@ -12,6 +12,7 @@ from tfkv.errors import INPUT_NUMBERS, ConfigError, Status
 from tfkv.export.advance import Advance
 from tfkv.export.attention_probe import AttentionProbe
 from tfkv.export.decoder import PackedDecoder
+from tfkv.export.exact_tail import ExactTail
 from tfkv.export.geometry import CacheGeometry
 from tfkv.export.history import History
 from tfkv.export.packed_weights import PackedWeights
@@ -65,8 +66,9 @@ class Engine(tf.Module):
         )
         self.history = History(engine.slots, engine.history or config.context_length)
         self.stats = Stats(self.sessions, self.history, self.pool, self.table)
+        self.tail = ExactTail(config, self.geometry.cache.codec, engine.slots)
         self.decoder = PackedDecoder(
-            config, self.weights, self.pool, self.geometry, engine.scan_pages
+            config, self.weights, self.pool, self.tail, self.geometry, engine.scan_pages
         )
         self._advance = Advance(self.decoder, self.history, self.table, engine, PREFILL_PIECE)
         self._probe = AttentionProbe(self.decoder)
@@ -75,6 +77,7 @@ class Engine(tf.Module):
             self.history,
             self.table,
             self.pool,
+            self.tail,
             self.geometry,
             config.vocabulary_size,
         )
@@ -86,6 +89,11 @@ class Engine(tf.Module):
         """Bytes of cache a token takes, scales included."""
         c = self.config
         return self.geometry.cache.bytes_per_token(c.num_layers, c.num_key_value_heads, c.head_dim)
+
+    @property
+    def exact_bytes(self) -> int:
+        """Bytes of a session for what its codec keeps exactly beside the codes."""
+        return self.tail.nbytes // (self.engine.slots + 1)
 
     def _compile(self) -> Callable[..., Answer]:
         """The whole computation; XLA compiles it once for each batch size it meets."""
@@ -272,6 +280,7 @@ class Engine(tf.Module):
         self.history.copy(origin, slot)
         self.history.publish(slot, position, filled, source.reached)
         self.table.fork(origin, slot, filled)
+        self.tail.begin(slot, filled)
         served = refusal.status == Status.OK
         target = tf.where(exists < 0, slot, exists)
         self.sessions.renew(target, served, now, ttl_ms, pin)
@@ -332,6 +341,7 @@ class Engine(tf.Module):
             tf.where(ok, layer, 0),
             table,
             tf.where(ok, written, 0),
+            self.tail.tails(slot, tf.zeros_like(ok), tf.zeros_like(slot), stored.reached),
         )
         weights = tf.where(ok[:, tf.newaxis, tf.newaxis], weights, 0.0)
         entries = tf.where(entries < stored.held[:, tf.newaxis], entries, -1)
@@ -412,7 +422,9 @@ class Engine(tf.Module):
 def _resources(engine: Engine) -> list[tf.saved_model.experimental.TrackableResource]:
     """Every resource of the graph, tracked so that an export finds it."""
     pool = [v for side in engine.pool.variables.values() for v in side.values()]
-    parts = [*vars(engine.history).values(), *vars(engine.stats).values(), *engine.table.variables]
+    owners = (engine.history, engine.stats, engine.tail)
+    parts = [part for owner in owners for part in vars(owner).values()]
+    parts += [*engine.table.variables, *engine.tail.variables.values()]
     return pool + [part for part in parts if isinstance(part, TransientVariable)]
 
 

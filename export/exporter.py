@@ -110,7 +110,7 @@ def _manifest(model: ModelSource, engine: Engine, table: dict) -> Manifest:
         signatures=table,
         fingerprint=engine.fingerprint,
         bytes_per_token=engine.bytes_per_token,
-        bytes_per_session=engine.bytes_per_token * geometry.layout.entries,
+        bytes_per_session=engine.bytes_per_token * geometry.layout.entries + engine.exact_bytes,
         positions=geometry.positions,
         rollback=geometry.rollback,
         # A lossy code that rounding tips over moves all that is computed from it.

@@ -44,6 +44,12 @@ class CacheGeometry:
         page = engine.page_size
         # A page of slack at least: a window that straddles pages must not meet itself.
         slack = max(engine.decode_chunk, prefill_piece, page)
+        chunk = max(engine.decode_chunk, prefill_piece)
+        if 0 < cache.codec.recent < chunk:
+            raise ConfigError(
+                f"`recent` of a codec must be 0 or at least {chunk}, what an artifact computes at "
+                f"once. Received: cache={engine.cache!r}, which keeps {cache.codec.recent}."
+            )
         capacity = min(engine.capacity, model.context_length)
         layout = cache.policy.layout(capacity, slack, page)
         if not cache.policy.bounded:

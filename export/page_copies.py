@@ -7,6 +7,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tfkv.errors import INPUT_NUMBERS, Status
+from tfkv.export.exact_tail import ExactTail
 from tfkv.export.geometry import CacheGeometry
 from tfkv.export.history import History
 from tfkv.export.page_pool import PagePool
@@ -50,6 +51,7 @@ class PageCopies:
         history: What sessions said.
         table: Whose pages are whose.
         pool: The pages.
+        tail: What is kept exactly beside them, which is not copied.
         geometry: Where tokens lie.
         vocabulary: Token ids are below it.
     """
@@ -60,6 +62,7 @@ class PageCopies:
         history: History,
         table: PageTable,
         pool: PagePool,
+        tail: ExactTail,
         geometry: CacheGeometry,
         vocabulary: int,
     ) -> None:
@@ -67,6 +70,7 @@ class PageCopies:
         self._history = history
         self._table = table
         self._pool = pool
+        self._tail = tail
         self._geometry = geometry
         self._size = geometry.page_size
         self._vocabulary = vocabulary
@@ -154,6 +158,7 @@ class PageCopies:
         places = begin[:, tf.newaxis] + tf.range(self._size)
         places = tf.where(adds[:, tf.newaxis] & (places < end[:, tf.newaxis]), places, -1)
         self._history.write(target, places, piece.tokens, piece.kinds, piece.logprobs)
+        self._tail.begin(target, filled)
         self._history.publish(target, end, filled, tf.maximum(stored.reached, end))
         self._sessions.renew(tf.where(served, slot, spare), served, now, ttl_ms, pin)
         held = tf.where(adds, end, stored.held)

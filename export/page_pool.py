@@ -8,7 +8,8 @@ from tfkv.config import DecoderConfig
 from tfkv.export.transient import TransientVariable
 from tfkv.layers.codecs import CacheCodec, Coded
 
-#: Parts of the pool by side ("keys", "values") and part name.
+#: Parts of the pool by side ("keys", "values") and part name; what else is in it, such as an
+#: `ExactTail` under "exact", goes through as it is.
 Parts = dict[str, dict[str, tf.Tensor]]
 
 
@@ -67,9 +68,9 @@ class PagePool:
 
     def assign(self, parts: Parts) -> None:
         """Publishes what a computation wrote."""
-        for side, values in parts.items():
-            for name, value in values.items():
-                self.variables[side][name].assign(value)
+        for side, variables in self.variables.items():
+            for name, variable in variables.items():
+                variable.assign(parts[side][name])
 
     def gather(self, parts: Parts, pages: tf.Tensor, layer: tf.Tensor) -> tuple[Coded, Coded]:
         """Coded keys ``[A, K, ..., C]`` and values ``[A, K, C, ...]`` of ``pages [A]``."""
@@ -106,11 +107,11 @@ class PagePool:
                     name: tf.tensor_scatter_nd_update(
                         part, target[:, tf.newaxis], tf.gather(part, source)
                     )
-                    for name, part in values.items()
+                    for name, part in parts[side].items()
                 }
-                for side, values in parts.items()
+                for side in self.variables
             }
-            return index + 1, copied
+            return index + 1, {**parts, **copied}
 
         return tf.while_loop(lambda index, _: index < count, body, (tf.constant(0), parts))[1]
 
@@ -196,13 +197,14 @@ class PagePool:
             ("keys", self.codec.keys.encode(keys), _scatter_columns),
             ("values", self.codec.values.encode(values), _scatter_rows),
         )
-        return {
+        written = {
             side: {
                 name: scatter(part, rows, offsets, coded[name])
                 for name, part in parts[side].items()
             }
             for side, coded, scatter in sides
         }
+        return {**parts, **written}
 
 
 def _scatter_rows(

@@ -33,6 +33,7 @@ class MemoryPlan:
         page_bytes: Of one page; exact.
         session_pages: Pages that a session of `context` tokens takes.
         history_bytes: Of the token history of one session.
+        exact_bytes: Of what the codec keeps exactly of one session.
         weight_bytes: Of the weights as they are served.
         memory: The budget.
     """
@@ -44,6 +45,7 @@ class MemoryPlan:
     page_bytes: int
     session_pages: int
     history_bytes: int
+    exact_bytes: int
     weight_bytes: int
     memory: int
 
@@ -54,13 +56,19 @@ class MemoryPlan:
 
     @property
     def session_bytes(self) -> int:
-        """Bytes of one session: its pages and its history."""
-        return self.session_pages * self.page_bytes + self.history_bytes
+        """Bytes of one session: its pages, its history and its exact tokens."""
+        return self.session_pages * self.page_bytes + self._slot_bytes
+
+    @property
+    def _slot_bytes(self) -> int:
+        """Bytes of a session's slot, pages apart."""
+        return self.history_bytes + self.exact_bytes
 
     @property
     def fixed_bytes(self) -> int:
         """Bytes of one loaded version without any session."""
-        return math.ceil(WEIGHTS_FACTOR * self.weight_bytes) + self.page_bytes + self.history_bytes
+        spare = self.page_bytes + self._slot_bytes
+        return math.ceil(WEIGHTS_FACTOR * self.weight_bytes) + spare
 
     @property
     def sessions(self) -> int:
@@ -137,6 +145,7 @@ def plan_memory(
         page_bytes=size * (keys + values),
         session_pages=min(math.ceil(context / size), geometry.columns),
         history_bytes=(engine.history or model.context_length) * HISTORY_BYTES_PER_TOKEN,
+        exact_bytes=heads * codec.exact_bytes(model.head_dim),
         weight_bytes=BYTES_PER_WEIGHT
         * sum(math.prod(shape) for _, shape in expected_tensors(model)),
         memory=memory,

@@ -35,8 +35,8 @@ class CacheScore:
 
     Attributes:
         cache: Policy and codec.
-        bytes_per_token: Of a session of the text's length, over all that it read; a window
-            stores fewer tokens than it reads.
+        bytes_per_token: Of a session of a passage's length, over the tokens that it read, with
+            what the codec keeps exactly; a window stores fewer tokens than it reads.
         tokens: Tokens compared.
         kl: Mean KL divergence of the next token's distribution, nats.
         kl_interval: Of it.

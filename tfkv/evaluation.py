@@ -83,18 +83,24 @@ class EngineReader:
         return self._step(tf.constant(tokens, tf.int32), tf.constant(position, tf.int32))
 
     def _run(self, tokens: tf.Tensor, position: tf.Tensor) -> tf.Tensor:
-        decoder, pool = self._engine.decoder, self._engine.pool
+        decoder = self._engine.decoder
         weights = decoder.read_weights()
         hidden, parts = decoder.prefill_piece(
             weights,
-            pool.read(),
+            decoder.read_cache(),
             tokens,
             position + tf.range(tokens.shape[0]),
             tf.range(1, self._engine.geometry.columns + 1),  # no session is about
             position,
             filled=position,
+            tails=self._engine.tail.tails(
+                tf.zeros([1], tf.int32),
+                position[tf.newaxis] == 0,
+                tf.zeros([1], tf.int32),
+                position[tf.newaxis],
+            ),
         )
-        pool.assign(parts)
+        decoder.assign_cache(parts)
         return decoder.logits(weights, hidden)
 
 

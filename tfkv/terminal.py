@@ -195,7 +195,8 @@ def plan_table(plan: Mapping[str, Any]) -> Table:
     rows = {
         "a token: keys": plan["key_bytes"],
         "a token: values": plan["value_bytes"],
-        f"a session: {plan['session_pages']} pages and its history": plan["session_bytes"],
+        "a session: what its codec keeps exactly": plan["exact_bytes"],
+        f"a session: {plan['session_pages']} pages, history, exact tokens": plan["session_bytes"],
         "weights": plan["weight_bytes"],
         "budget": plan["memory"],
         f"{plan['sessions']:,} sessions: --pool": plan["pool_bytes"],

@@ -42,6 +42,10 @@ ENGINES = {
 ENGINES["fair"] = EngineConfig(
     **{**PLAIN.to_dict(), "capacity": 320, "prefill_tokens": 256, "shared_prefill_tokens": 64}
 )
+# Codes of four bits, the newest 64 tokens and the first two exact.
+ENGINES["exact"] = EngineConfig(
+    **{**PLAIN.to_dict(), "capacity": 192, "slots": 3, "cache": "k4v4(recent=64,sinks=2)"}
+)
 _PAGE_BYTES = 16 * CacheSpec.parse("dense").bytes_per_token(
     CONFIG.num_layers, CONFIG.num_key_value_heads, CONFIG.head_dim
 )

@@ -86,6 +86,26 @@ def test_both_readers_find_the_same_loss_of_int8(model: CausalLM) -> None:
     assert kls[1] == pytest.approx(kls[0], rel=0.2)
 
 
+@pytest.mark.parametrize("policy", ["dense", "sliding_window(window=80,sinks=3)"])
+@pytest.mark.parametrize("codec", ["int8(recent=64)", "k4v4(recent=64,sinks=2)"])
+def test_pages_read_exactly_what_layers_do(model: CausalLM, policy: str, codec: str) -> None:
+    """The newest tokens and the sinks exact, the rest from codes; whatever the cut."""
+    text = np.random.default_rng(1).integers(0, 64, 128)
+    cache = f"{policy}+{codec}"
+
+    def logits(reader: EngineReader | ModelReader, piece: int) -> np.ndarray:
+        return np.concatenate([x.numpy() for x in teacher_forced_logits(reader, text, piece)])
+
+    layers = logits(through(model, cache), 16)
+    coded = logits(through(model, f"{policy}+{codec.partition('(')[0]}(recent=0,sinks=0)"), 16)
+    noise = np.abs(coded - layers).max()
+    for piece in (8, 16, 64):
+        gap = np.abs(logits(engine_reader(model, cache), piece) - layers)
+        # A code that falls the other way moves what is computed from it, here and there.
+        assert np.quantile(gap, 0.95) < 1e-4
+        assert gap.max() < noise / 2
+
+
 def test_what_fills_no_piece_is_refused() -> None:
     with pytest.raises(ConfigError, match="must fill a piece"):
         compare_caches(Fixed(np.zeros(3)), Fixed(np.zeros(3)), [[1, 2]], piece=4)

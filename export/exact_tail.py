@@ -1,0 +1,140 @@
+"""The newest tokens of each session, and its first ones, as they are: beside the codes on pages."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from tfkv.config import DecoderConfig
+from tfkv.export.transient import TransientVariable
+from tfkv.layers.codecs import CacheCodec
+from tfkv.layers.entry_layout import EntryLayout
+
+#: Keys and values, each ``[(slots + 1) · L, K, E, H]``.
+Exact = dict[str, tf.Tensor]
+
+
+class Tails(NamedTuple):
+    """Whose exact tokens the rows of a batch read.
+
+    Attributes:
+        slot: int32 ``[B]``; the spare one has none.
+        since: int32 ``[B]``, tokens at positions below it came with pages, without exact
+            numbers: a shared prompt, a branch, a restored session.
+        reached: int32 ``[B]``, one past the highest position ever written.
+    """
+
+    slot: tf.Tensor
+    since: tf.Tensor
+    reached: tf.Tensor
+
+
+class ExactTail:
+    """Holds what a codec keeps exactly: a ring of `recent` tokens and the `sinks`, a slot each.
+
+    It only ever adds precision: whatever it does not hold is read from the codes, which are
+    complete. So forks, prefixes and snapshots need not carry it along.
+
+    Args:
+        config: Architecture.
+        codec: How many tokens are kept; none for most codecs.
+        slots: Sessions held at once.
+    """
+
+    def __init__(self, config: DecoderConfig, codec: CacheCodec, slots: int) -> None:
+        self.config = config
+        self.recent, self.sinks = codec.recent, codec.sinks
+        self.layout = EntryLayout(codec.exact_entries, codec.sinks)
+        self.slots = slots
+        self.variables: dict[str, TransientVariable] = {}
+        if not self.recent:
+            return
+        heads = (config.num_key_value_heads, self.layout.entries, config.head_dim)
+        shape = ((slots + 1) * config.num_layers, *heads)
+        self.variables = {
+            side: TransientVariable(f"exact_{side}", shape, tf.float32)
+            for side in ("keys", "values")
+        }
+        self._since = TransientVariable("exact_since", (slots + 1,), tf.int32)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of it, all slots."""
+        return sum(variable.nbytes for variable in self.variables.values())
+
+    def read(self) -> Exact:
+        """All of it as tensors."""
+        return {side: variable.read() for side, variable in self.variables.items()}
+
+    def assign(self, exact: Exact) -> None:
+        """Publishes what a computation wrote."""
+        for side, value in exact.items():
+            self.variables[side].assign(value)
+
+    def tails(
+        self, slot: tf.Tensor, fresh: tf.Tensor, shared: tf.Tensor, reached: tf.Tensor
+    ) -> Tails:
+        """What rows can read.
+
+        Args:
+            slot: int32 ``[B]``.
+            fresh: bool ``[B]``, sessions that begin now.
+            shared: int32 ``[B]``, tokens below it have just come with shared pages; 0 = none.
+            reached: int32 ``[B]``.
+        """
+        since = tf.gather(self._since.read(), slot) if self.recent else tf.zeros_like(slot)
+        return Tails(slot, tf.maximum(tf.where(fresh, 0, since), shared), reached)
+
+    def begin(self, slots: tf.Tensor, since: tf.Tensor) -> None:
+        """Says that sessions have exact numbers from positions ``since [n]`` on only."""
+        if self.recent:
+            since = tf.tensor_scatter_nd_update(self._since.read(), slots[:, tf.newaxis], since)
+            self._since.assign(since)
+
+    def holds(self, tails: Tails, start: tf.Tensor, positions: tf.Tensor) -> tf.Tensor:
+        """Whether the exact numbers of tokens are there; bool, as `positions`.
+
+        Args:
+            tails: Rows ``[B]``.
+            start: int32 ``[B]``, first position of the chunk that reads.
+            positions: int32 ``[B, n]``, all below `start`.
+        """
+        oldest = tf.maximum(tails.reached, start) - self.recent
+        low = tf.maximum(tails.since, oldest)[:, tf.newaxis]
+        first = (positions < self.sinks) & (tails.since == 0)[:, tf.newaxis]
+        return (positions >= low) | first
+
+    def gather(self, exact: Exact, tails: Tails, layer: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Keys and values of rows ``[B, K, E, H]`` in one layer."""
+        rows = tails.slot * self.config.num_layers + layer
+        return tf.gather(exact["keys"], rows), tf.gather(exact["values"], rows)
+
+    def write(
+        self, exact: Exact, slot: tf.Tensor, positions: tf.Tensor, new: tuple[tf.Tensor, tf.Tensor]
+    ) -> Exact:
+        """Stores tokens of all layers.
+
+        Args:
+            exact: All of it.
+            slot: int32 ``[B]``.
+            positions: int32 ``[B, T]``; −1 is written nowhere.
+            new: Keys and values ``[L, B, K, T, H]``.
+        """
+        layers, heads = self.config.num_layers, self.config.num_key_value_heads
+        newest = tf.reduce_max(positions, axis=1, keepdims=True)
+        stays = (positions < self.sinks) | (positions > newest - self.recent)
+        stays &= positions >= 0
+        entry = tf.where(stays, self.layout.entry_of(positions), 0)
+        slot = tf.where(stays, slot[:, tf.newaxis], self.slots)
+        places = slot[tf.newaxis, :, tf.newaxis] * layers + tf.range(layers)[:, None, None, None]
+        places = (places * heads + tf.range(heads)[:, tf.newaxis]) * self.layout.entries
+        places = tf.reshape(places + entry[:, tf.newaxis], [-1, 1])
+        written = {}
+        for side, value in zip(("keys", "values"), new, strict=True):
+            shape = exact[side].shape
+            rows = tf.reshape(exact[side], [-1, shape[-1]])
+            updates = tf.reshape(value, [-1, shape[-1]])
+            rows = tf.tensor_scatter_nd_update(rows, places, updates)
+            written[side] = tf.reshape(rows, shape)
+        return written

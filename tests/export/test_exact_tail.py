@@ -1,0 +1,133 @@
+"""Sessions of a codec that keeps its newest tokens exactly: 64 of them, and the first two."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+import tiny_model
+from tiny_artifacts import ENGINES, Caller, feed
+
+from tfkv.causal_lm import CausalLM
+from tfkv.config import EngineConfig
+from tfkv.errors import ConfigError, Status
+from tfkv.export.geometry import CacheGeometry
+
+CACHE = ENGINES["exact"].cache
+TEXT = tiny_model.text(180, seed=500)
+
+
+@pytest.fixture
+def exact(caller_of) -> Caller:
+    return caller_of("exact")
+
+
+@functools.cache
+def model(cache: str) -> CausalLM:
+    return CausalLM.from_weights(
+        tiny_model.CONFIG, tiny_model.make_weights(), cache=cache, capacity=192
+    )
+
+
+@functools.cache
+def expected(tokens: tuple[int, ...], cache: str = CACHE) -> np.ndarray:
+    """Logits after the last token, read through the layers' cache."""
+    layers = model(cache)
+    logits, _ = layers(np.array([tokens], np.int32), state=layers.init_state(1))
+    return np.asarray(logits)[0, -1]
+
+
+def noise(tokens: tuple[int, ...]) -> float:
+    """What it moves the logits by to read everything from codes."""
+    coded = expected(tokens, "k4v4(recent=0,sinks=0)")
+    return float(np.abs(coded - expected(tokens)).max())
+
+
+def last(caller: Caller, name: str, token: int, position: int, **inputs: object) -> np.ndarray:
+    answer = caller.decode(name, [token], position, **inputs)
+    assert answer["status"] == Status.OK
+    return answer["logits"]
+
+
+@pytest.mark.parametrize("length", [3, 63, 64, 65, 66, 130, 180])
+@pytest.mark.parametrize("cut", [7, 64, 128])
+def test_logits_are_those_of_the_layers(exact, length, cut):
+    name = exact.name()
+    own = {"tenant": [name]}  # whose prompts are shared with nobody
+    feed(exact, name, TEXT[: length - 1], cut, **own)
+    logits = last(exact, name, TEXT[length - 1], length - 1, **own)
+    wanted = expected(tuple(TEXT[:length]))
+    # A code that falls the other way moves everything a little: a fifth of what all codes do.
+    room = 1e-4 + (0.2 * noise(tuple(TEXT[:length])) if length > 64 else 0)
+    np.testing.assert_allclose(logits, wanted, atol=room)
+
+
+def test_a_slot_keeps_nothing_for_its_next_session(exact):
+    first, second = exact.name(), exact.name()
+    feed(exact, first, TEXT[:150], 64)
+    alone = tiny_model.text(90, seed=501)
+    fresh = exact.name()
+    feed(exact, fresh, alone[:-1], 64)
+    wanted = last(exact, fresh, alone[-1], 89)
+    exact.close(first)
+    exact.close(fresh)
+    feed(exact, second, alone[:-1], 64, tenant=["other"])  # whose prefixes are not shared
+    logits = last(exact, second, alone[-1], 89, tenant=["other"])
+    np.testing.assert_allclose(logits, wanted, atol=1e-6)
+
+
+def test_tokens_taken_back_are_not_read(exact):
+    name = exact.name()
+    other = tiny_model.text(60, seed=502)
+    feed(exact, name, [*TEXT[:100], *other], 64)
+    exact.truncate(name, 100)
+    exact.generate(name, TEXT[100:130], 100, count=0)
+    logits = last(exact, name, TEXT[130], 130)
+    tokens = tuple(TEXT[:131])
+    np.testing.assert_allclose(logits, expected(tokens), atol=2 * noise(tokens))
+
+
+@pytest.mark.parametrize("way", ["fork", "prefix", "snapshot"])
+def test_a_session_made_from_pages_reads_their_codes(exact, way):
+    root, branch = exact.name(), exact.name()
+    feed(exact, root, TEXT[:128], 64)
+    if way == "fork":
+        exact.sessions.add(("", branch))
+        assert exact.call("fork", root, (), -1, target=[branch])["position"] == 128
+    elif way == "snapshot":
+        for page in range(8):
+            answer = exact.artifact.call("snapshot", session_id=[root], page=[page])
+            piece = {key: value[0] for key, value in answer.items()}
+            names = ("held", "filled", "tokens", "kinds", "logprobs", "page_bytes", "fingerprint")
+            feeds = {
+                key: np.array([piece[key]], object if isinstance(piece[key], bytes) else None)
+                for key in names
+            }
+            exact.sessions.add(("", branch))
+            restored = exact.artifact.call("restore", session_id=[branch], page=[page], **feeds)
+            assert restored["status"][0] == Status.OK
+    else:
+        before = exact.stats()
+        feed(exact, branch, TEXT[:128], 128)
+        assert exact.counted(before)["tokens_reused"] >= 112
+    exact.generate(branch, TEXT[128:160], 128, count=0)
+    tokens = tuple(TEXT[:161])
+    logits = last(exact, branch, TEXT[160], 160)
+    np.testing.assert_allclose(logits, expected(tokens), atol=2 * noise(tokens))
+
+
+def test_pictures_show_what_is_read_exactly(exact):
+    name = exact.name()
+    tokens = TEXT[:40]
+    feed(exact, name, tokens, 64, tenant=[name])
+    answer = exact.call("attention", name, (), -1, layer=[1], tenant=[name])
+    wanted = tiny_model.attention_weights(tokens, 1)[:, -1]
+    held = answer["positions"] >= 0
+    np.testing.assert_allclose(answer["weights"][:, held], wanted, atol=1e-4)
+
+
+def test_fewer_exact_tokens_than_a_piece_are_refused():
+    engine = EngineConfig(cache="k4v4(recent=32)", page_size=16)
+    with pytest.raises(ConfigError, match=r"at least 64.*keeps 32"):
+        CacheGeometry.of(tiny_model.CONFIG, engine, 64)
