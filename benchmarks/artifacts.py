@@ -24,6 +24,7 @@ _WIDE = EngineConfig(slots=8, capacity=4352)
 ENGINES = {
     "default": EngineConfig(),
     "long": EngineConfig(slots=2, capacity=4352),
+    "long-int8": EngineConfig(slots=2, capacity=4352, cache="dense+int8"),
     "wide": _WIDE,
     **{f"pages-{size}": dataclasses.replace(_WIDE, page_size=size) for size in (16, 32, 64, 128)},
     # In the bytes of four slots of full length, and the page that is nobody's.

@@ -12,6 +12,7 @@ from benchmarks.bars import Measurement
 MODULES = {
     "path": "benchmarks.path",
     "engine": "benchmarks.engine",
+    "caches": "benchmarks.caches",
 }
 
 #: Called with a line about what is being done.

@@ -1,0 +1,71 @@
+"""Figures of the cache family: what codecs cost in quality, and in time; on SmolLM2."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+from benchmarks import texts
+from benchmarks.artifacts import prepare
+from benchmarks.bars import Measurement
+from benchmarks.engine import Artifact
+from benchmarks.registry import Measured, Say, measures
+from tfkv.config import EngineConfig
+
+_PASSAGES, _LENGTH = 4, 2048
+_CHUNK = 16
+#: Figure to the cache that it is about.
+_CODECS = {
+    "caches.int8_kl": "int8",
+    "caches.k8v4_kl": "k8v4",
+    "caches.k4v4_rotated_kl": "k4v4",
+    "caches.nvfp4_kl": "nvfp4",
+}
+
+
+@measures(*_CODECS)
+def kl(say: Say) -> Measured:
+    """KL of the next token's distribution from the float32 cache's, teacher-forced."""
+    from tfkv.evaluation import EngineReader, compare_caches
+    from tfkv.export import Engine
+
+    source = texts.model()
+    read = texts.passages(_PASSAGES, _LENGTH)
+
+    def engine(cache: str) -> Engine:
+        config = EngineConfig(cache=cache, slots=1, capacity=_LENGTH, batch_sizes=(1,))
+        return Engine(source.config, source.weights, config)
+
+    full, found = EngineReader(engine("dense+float32")), {}
+    for name, cache in _CODECS.items():
+        say(f"{_PASSAGES} passages through {cache}")
+        candidate = engine(cache)
+        compared = compare_caches(full, EngineReader(candidate), read)
+        stored = candidate.bytes_per_token + candidate.exact_bytes / _LENGTH
+        note = (
+            f"{compared.tokens} tokens; same top token {compared.top1_percent:.2f} %; "
+            f"{stored:,.0f} bytes a token at {_LENGTH}"
+        )
+        found[name] = Measurement(compared.mean_kl, note=note)
+    return found
+
+
+@measures("caches.int8_decode_vs_float_4k")
+def int8_decode(say: Say) -> Measured:
+    """A whole decode step at a context of 4000 with int8 and with float32 caches, in turns."""
+    text = texts.real_text()[:4000].tolist()
+    say("exporting")
+    with Artifact(prepare("long")) as full, Artifact(prepare("long-int8")) as coded:
+        say("prefilling")
+        reached = {name: one.prefill("s", text) for name, one in (("f", full), ("i", coded))}
+        seconds: dict[str, list[float]] = {"f": [], "i": []}
+        for turn in range(11):
+            for name, artifact in (("f", full), ("i", coded)):
+                start = time.perf_counter()
+                row = {"session_id": "s", "position": reached[name], "max_new_tokens": _CHUNK}
+                reached[name] = int(artifact.rows([row])[0]["position"])
+                if turn:
+                    seconds[name].append((time.perf_counter() - start) / _CHUNK)
+    plain, small = (1e3 * statistics.median(seconds[name]) for name in ("f", "i"))
+    note = f"{small:.1f} against {plain:.1f} ms a step"
+    return {"caches.int8_decode_vs_float_4k": Measurement(plain / small, note=note)}
