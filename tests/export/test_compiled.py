@@ -172,7 +172,13 @@ def _call(engine: Engine, rows: int) -> tuple:
 
 @pytest.mark.parametrize(
     ("cache", "rows"),
-    [("dense", 4), ("dense+int8", 1), ("sliding_window(window=2000, sinks=4)", 1)],
+    [
+        ("dense", 4),
+        ("dense+int8", 1),
+        ("sliding_window(window=2000, sinks=4)", 1),
+        ("k4v4(recent=512)", 1),
+        ("k4v4(recent=512)", 4),
+    ],
 )
 def test_no_copy_of_a_pool_or_of_a_sessions_cache(hlo, cache, rows):
     """In the whole computation, prefill and decode: the pool is updated in place, and nothing
