@@ -50,6 +50,33 @@ def kl(say: Say) -> Measured:
     return found
 
 
+@measures("caches.long_run_tokens")
+def long_run(say: Say) -> Measured:
+    """Tokens read far beyond the trained context with a finite perplexity, in constant memory."""
+    import numpy as np
+
+    from tfkv.evaluation import EngineReader, teacher_forced_logits
+    from tfkv.export import Engine
+
+    source, piece = texts.model(), 64
+    text = texts.real_text()[:20_032]
+    counts, notes = [], []
+    for cache in ("streaming_llm", "sliding_window(window=1020,sinks=4)"):
+        engine = Engine(source.config, source.weights, EngineConfig(cache=cache, slots=1))
+        say(f"{len(text)} tokens through {cache}")
+        losses = []
+        for index, logits in enumerate(teacher_forced_logits(EngineReader(engine), text, piece)):
+            follow = text[index * piece + 1 : (index + 1) * piece + 1]
+            chosen = logits.numpy()[np.arange(len(follow)), follow].astype(np.float64)
+            losses.append(np.logaddexp.reduce(logits.numpy()[: len(follow)], axis=-1) - chosen)
+        nll = np.concatenate(losses)[:20_000]
+        counts.append(int(np.isfinite(nll).sum()))
+        first, last = (float(np.exp(part.mean())) for part in (nll[:4000], nll[-4000:]))
+        stored = engine.geometry.layout.entries
+        notes.append(f"{cache}: perplexity {first:.1f}, at the end {last:.1f}; {stored} stored")
+    return {"caches.long_run_tokens": Measurement(min(counts), note="; ".join(notes))}
+
+
 @measures("caches.int8_decode_vs_float_4k")
 def int8_decode(say: Say) -> Measured:
     """A whole decode step at a context of 4000 with int8 and with float32 caches, in turns."""

@@ -56,8 +56,14 @@ class AttentionProbe:
         entries = tf.where(own, position[:, tf.newaxis], entries)
         query, key = self._project(token, position, layer, table, tails)
         scores = decoder.pool.codec.scores(query, self._keys(table, layer), columns=True)
+        looking = query
+        if decoder.geometry.cache.policy.furthest is not None:
+            looking = decoder.look_at_sinks(query, position[:, tf.newaxis])
+            sink = (entries < decoder.geometry.sinks)[:, tf.newaxis, tf.newaxis]
+            others = decoder.pool.codec.scores(looking, self._keys(table, layer), columns=True)
+            scores = tf.where(sink, others, scores)
         if decoder.tail.recent:
-            scores = self._with_exact(scores, query, position, entries, layer, tails)
+            scores = self._with_exact(scores, query, looking, position, entries, layer, tails)
         alone = _FRESH.scores(query, {"codes": key})
         scores = tf.where(own[:, tf.newaxis, tf.newaxis], alone, scores)
         mask = decoder.geometry.mask(position[:, tf.newaxis], entries)
@@ -107,6 +113,7 @@ class AttentionProbe:
         self,
         scores: tf.Tensor,
         query: tf.Tensor,
+        looking: tf.Tensor,
         position: tf.Tensor,
         entries: tf.Tensor,
         layer: tf.Tensor,
@@ -116,6 +123,8 @@ class AttentionProbe:
         tail = self._decoder.tail
         keys, _ = tail.gather(tail.read(), tails, layer)
         exact = _FRESH.scores(query, {"codes": keys})
+        sink = tf.range(tail.layout.entries) < min(tail.sinks, self._decoder.geometry.sinks)
+        exact = tf.where(sink, _FRESH.scores(looking, {"codes": keys}), exact)
         entry = tf.maximum(tail.layout.entry_of(entries), 0)
         exact = tf.gather(tf.transpose(exact, [0, 3, 1, 2]), entry, batch_dims=1)
         near = masks.exact(position[:, tf.newaxis], entries, tail.recent, tail.sinks)[:, 0]

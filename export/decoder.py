@@ -18,7 +18,7 @@ from tfkv.layers import attention, masks
 from tfkv.layers.attention import Partial
 from tfkv.layers.codecs import FloatCodec
 from tfkv.layers.normalization import rms_normalize
-from tfkv.layers.rotary import rotary_angles, rotate
+from tfkv.layers.rotary import look_from, rotary_angles, rotate
 from tfkv.layers.shapes import keep_shape, shape_of
 
 _FRESH = FloatCodec("float32")
@@ -108,6 +108,8 @@ class PackedDecoder:
             fresh = attention.merge(
                 fresh, self._attend_exact(parts, layer, queries, positions, scan.start, tails)
             )
+        if self._furthest is not None:
+            fresh = self._attend_sinks(parts, layer, queries, positions, scan, tails, fresh)
         codec, size = self.pool.codec, self.geometry.page_size
 
         def of_several(so_far: Partial, pages: PageList) -> Partial:
@@ -120,6 +122,7 @@ class PackedDecoder:
             seen &= (stored & reader[..., tf.newaxis])[:, :, tf.newaxis]
             every = tf.broadcast_to(keys[:, tf.newaxis], tf.shape(stored))
             seen &= self._coded(positions, every, scan.start, tails)
+            seen &= self._asked_here(every)
             coded = self.pool.gather(parts, pages.pages, layer)
             return attention.attend_shared(so_far, queries, *coded, seen, codec)
 
@@ -132,6 +135,7 @@ class PackedDecoder:
             mask = self.geometry.mask(asked_at, keys)
             of_owners = Tails(*(tf.gather(field, owned) for field in tails))
             mask &= self._coded(asked_at, keys, tf.gather(scan.start, owned), of_owners)
+            mask &= self._asked_here(keys)
             coded = self.pool.gather(parts, pages.pages, layer)
             asked = tf.gather(queries, owned)
             return attention.attend_owned(so_far, asked, *coded, mask, codec, pages.owners)
@@ -156,8 +160,54 @@ class PackedDecoder:
         held = tf.where(tail.holds(tails, start, held), held, -1)
         mask = self.geometry.mask(positions, held)
         mask &= masks.exact(positions, held, tail.recent, tail.sinks)
-        keys, values = tail.gather(parts["exact"], tails, layer)
-        return attention.attend(queries, {"codes": keys}, {"codes": values}, mask, _FRESH)
+        keys, values = ({"codes": side} for side in tail.gather(parts["exact"], tails, layer))
+        here = self._asked_here(held)
+        near = attention.attend(queries, keys, values, mask & here, _FRESH)
+        if self._furthest is None:
+            return near
+        looking = self.look_at_sinks(queries, positions)
+        sinks = attention.attend(looking, keys, values, mask & ~here, _FRESH)
+        return attention.merge(near, sinks)
+
+    @property
+    def _furthest(self) -> int | None:
+        """See `CachePolicy.furthest`."""
+        return self.geometry.cache.policy.furthest
+
+    def look_at_sinks(self, queries: tf.Tensor, positions: tf.Tensor) -> tf.Tensor:
+        """Queries as they look at the sinks, where those are looked at from elsewhere."""
+        wavelength = self.config.rope_max_wavelength
+        return look_from(queries, positions, self._furthest or 0, wavelength)
+
+    def _asked_here(self, keys: tf.Tensor) -> tf.Tensor | bool:
+        """Whether ``keys [..., S]`` are looked at from the queries' own positions, bool
+        ``[..., 1, S]``: all but sinks that are looked at from elsewhere."""
+        if self._furthest is None:
+            return True
+        return (keys >= self.geometry.sinks)[..., tf.newaxis, :]
+
+    def _attend_sinks(
+        self,
+        parts: Parts,
+        layer: tf.Tensor,
+        queries: tf.Tensor,
+        positions: tf.Tensor,
+        scan: PageScan,
+        tails: Tails,
+        so_far: Partial,
+    ) -> Partial:
+        """What rows have seen so far, and the sinks on pages, looked at from elsewhere."""
+        looking = self.look_at_sinks(queries, positions)
+        size = self.geometry.page_size
+        for index, pages in enumerate(tf.unstack(scan.sinks, axis=1)):
+            keys = index * size + tf.range(size)
+            keys = tf.where(keys < scan.start[:, tf.newaxis], keys, -1)
+            mask = self.geometry.mask(positions, keys) & ~self._asked_here(keys)
+            mask &= self._coded(positions, keys, scan.start, tails)
+            coded = self.pool.gather(parts, pages, layer)
+            part = attention.attend(looking, *coded, mask, self.pool.codec, columns=True)
+            so_far = attention.merge(so_far, part)
+        return so_far
 
     def _coded(
         self, queries: tf.Tensor, keys: tf.Tensor, start: tf.Tensor, tails: Tails

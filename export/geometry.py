@@ -59,7 +59,16 @@ class CacheGeometry:
                     f"Received: capacity={engine.capacity}."
                 )
             layout = EntryLayout(layout.entries, sinks=page)
-        return cls(cache, page, layout, model.context_length)
+        positions = model.context_length
+        if cache.policy.furthest is not None:
+            # As far as float32 counts: rotary angles are computed in it.
+            positions = 1 << 24
+            if cache.policy.furthest < chunk - 1:
+                raise ConfigError(
+                    f"`window` and `sinks` must be at least {chunk} together, what an artifact "
+                    f"computes at once. Received: cache={engine.cache!r}."
+                )
+        return cls(cache, page, layout, positions)
 
     @property
     def columns(self) -> int:

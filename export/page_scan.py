@@ -38,12 +38,14 @@ class PageScan(NamedTuple):
         shared: Pages read once for half of the rows or more, listed for the first of these.
         common: int32 ``[B, B]``, how many pages two rows have in common, from the first.
         start: int32 ``[B]``, positions below it are read from pages.
+        sinks: int32 ``[B, n]``, the pages of the sinks; 0 = none.
     """
 
     own: PageList
     shared: PageList
     common: tf.Tensor
     start: tf.Tensor
+    sinks: tf.Tensor
 
 
 def scan(
@@ -77,6 +79,7 @@ def scan(
         _list(geometry, table, earliest, led, shared, step),
         common,
         start,
+        table[:, : geometry.layout.sinks // geometry.page_size],
     )
 
 

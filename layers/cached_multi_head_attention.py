@@ -15,7 +15,7 @@ from tfkv.layers.cache_view import CacheView
 from tfkv.layers.codecs import CODECS, CacheCodec, Coded
 from tfkv.layers.dense_store import DenseStore, State
 from tfkv.layers.positions import consecutive_positions, first_position
-from tfkv.layers.rotary import rotary_angles, rotate
+from tfkv.layers.rotary import look_from, rotary_angles, rotate
 
 #: How a chunk that was never stored is written.
 _FLOAT32 = CODECS["float32"]
@@ -268,7 +268,14 @@ class CachedMultiHeadAttention(keras.layers.Layer):
         policy = self.cache.policy
         first_visible = policy.first_visible(positions)
         mask = masks.visible(positions, key_positions, first_visible, policy.sinks) & also
-        return attention.attend(queries, keys, values, mask, codec)
+        if policy.furthest is None or self.rope_max_wavelength is None:
+            return attention.attend(queries, keys, values, mask, codec)
+        sink = (key_positions < policy.sinks)[:, tf.newaxis]
+        looking = look_from(queries, positions, policy.furthest, self.rope_max_wavelength)
+        return attention.merge(
+            attention.attend(queries, keys, values, mask & ~sink, codec),
+            attention.attend(looking, keys, values, mask & sink, codec),
+        )
 
     def get_config(self) -> dict[str, Any]:
         return {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from tfkv.layers.shapes import shape_of
+
 
 def rotary_angles(
     positions: tf.Tensor, head_dim: int, max_wavelength: float
@@ -39,3 +41,24 @@ def rotate(x: tf.Tensor, cosine: tf.Tensor, sine: tf.Tensor) -> tf.Tensor:
     sine = tf.cast(sine, x.dtype)[..., tf.newaxis, :]
     first, second = tf.split(x, 2, axis=-1)
     return tf.concat([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
+
+
+def look_from(
+    queries: tf.Tensor, positions: tf.Tensor, furthest: int, max_wavelength: float
+) -> tf.Tensor:
+    """Queries as if none stood beyond a position.
+
+    Args:
+        queries: Grouped and rotated, ``[B, K, Q, H]``; Q is a multiple of T.
+        positions: int32 ``[B, T]``, where they were rotated to; −1 = padding.
+        furthest: Where those beyond it shall stand.
+        max_wavelength: Base of the frequencies.
+    """
+    rows, heads, grouped, head_dim = shape_of(queries)
+    width = shape_of(positions)[1]
+    back = tf.minimum(positions, furthest) - positions
+    split = tf.reshape(queries, [rows, heads * (grouped // width), width, head_dim])
+    turned = rotate(
+        tf.transpose(split, [0, 2, 1, 3]), *rotary_angles(back, head_dim, max_wavelength)
+    )
+    return tf.reshape(tf.transpose(turned, [0, 2, 1, 3]), [rows, heads, grouped, head_dim])

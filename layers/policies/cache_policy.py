@@ -48,6 +48,14 @@ class CachePolicy(abc.ABC):
         return 0
 
     @property
+    def furthest(self) -> int | None:
+        """Position from which later queries look at the sinks, too; None = from their own.
+
+        Where it is a number, a session may outgrow the trained context.
+        """
+        return None
+
+    @property
     def bounded(self) -> bool:
         """Whether the session may outgrow its entries without losing what it needs."""
         return False

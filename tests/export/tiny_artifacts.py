@@ -42,6 +42,10 @@ ENGINES = {
 ENGINES["fair"] = EngineConfig(
     **{**PLAIN.to_dict(), "capacity": 320, "prefill_tokens": 256, "shared_prefill_tokens": 64}
 )
+# Sessions without an end; the trained context is 512.
+ENGINES["stream"] = EngineConfig(
+    **{**PLAIN.to_dict(), "cache": "streaming_llm(window=61,sinks=3)", "slots": 2}
+)
 # Codes of four bits, the newest 64 tokens and the first two exact.
 ENGINES["exact"] = EngineConfig(
     **{**PLAIN.to_dict(), "capacity": 192, "slots": 3, "cache": "k4v4(recent=64,sinks=2)"}

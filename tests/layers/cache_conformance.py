@@ -51,6 +51,7 @@ class CacheCase:
         slack: Tokens that can be taken back.
         entries: Tokens stored at most.
         bounded: Whether a session may outgrow `CAPACITY`.
+        furthest: Position from which later queries look at the sinks; None = their own.
     """
 
     cache: str
@@ -59,12 +60,14 @@ class CacheCase:
     slack: int
     entries: int
     bounded: bool
+    furthest: int | None = None
 
 
 CASES = [
     CacheCase("dense", None, 0, 0, entries=CAPACITY, bounded=False),
     CacheCase("sliding_window(window=5)", 5, 0, 0, entries=5, bounded=True),
     CacheCase("sliding_window(window=4,sinks=2)", 4, 2, 3, entries=9, bounded=True),
+    CacheCase("streaming_llm(window=5,sinks=2)", 5, 2, 0, entries=7, bounded=True, furthest=6),
 ]
 
 
@@ -95,7 +98,10 @@ def reference_output(
 ) -> np.ndarray:
     names = ("query", "key", "value", "output")
     weights = dict(zip(names, layer.get_weights(), strict=True))
-    rows = [reference.attention(row, weights, codec, case.window, case.sinks, BASE) for row in x]
+    rows = [
+        reference.attention(row, weights, codec, case.window, case.sinks, BASE, case.furthest)
+        for row in x
+    ]
     return np.stack(rows)
 
 

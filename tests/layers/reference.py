@@ -88,9 +88,11 @@ def attention(
     window: int | None = None,
     sinks: int = 0,
     base: float | None = None,
+    furthest: int | None = None,
 ) -> np.ndarray:
     """Causal attention of one session ``x [T, D]``, token by token and head by head.
 
+    From beyond `furthest` a query looks at the sinks as if it stood there.
     Weights are ``query [D, N, H]``, ``key`` and ``value [D, K, H]``, ``output [N, H, D]``.
     """
     x = x.astype(np.float64)
@@ -99,6 +101,7 @@ def attention(
         np.einsum("td,dnh->tnh", x, weights[name].astype(np.float64))
         for name in ("query", "key", "value")
     )
+    raw = queries
     if base is not None:
         queries, keys = rope(queries, steps, base), rope(keys, steps, base)
     # "k4v4(recent=3,sinks=1)": tokens less than 3 behind, and the first one, are exact.
@@ -115,7 +118,11 @@ def attention(
         k = np.where(near, keys[seen], coded[0][seen])
         v = np.where(near, values[seen], coded[1][seen])
         for n in range(heads):
-            scores = k[:, n // group] @ queries[t, n] / np.sqrt(head_dim)
+            asked = np.broadcast_to(queries[t, n], [len(seen), head_dim]).copy()
+            if furthest is not None and base is not None:
+                there = rope(raw[t : t + 1], np.array([min(t, furthest)]), base)[0, n]
+                asked[[s < sinks for s in seen]] = there
+            scores = (k[:, n // group] * asked).sum(-1) / np.sqrt(head_dim)
             shares = np.exp(scores - scores.max())
             mixed[t, n] = shares @ v[:, n // group] / shares.sum()
     return np.einsum("tnh,nhd->td", mixed, weights["output"].astype(np.float64))

@@ -86,7 +86,10 @@ def test_both_readers_find_the_same_loss_of_int8(model: CausalLM) -> None:
     assert kls[1] == pytest.approx(kls[0], rel=0.2)
 
 
-@pytest.mark.parametrize("policy", ["dense", "sliding_window(window=80,sinks=3)"])
+@pytest.mark.parametrize(
+    "policy",
+    ["dense", "sliding_window(window=80,sinks=3)", "streaming_llm(window=70,sinks=3)"],
+)
 @pytest.mark.parametrize("codec", ["int8(recent=64)", "k4v4(recent=64,sinks=2)"])
 def test_pages_read_exactly_what_layers_do(model: CausalLM, policy: str, codec: str) -> None:
     """The newest tokens and the sinks exact, the rest from codes; whatever the cut."""
