@@ -194,7 +194,9 @@ def _picture(scores: Sequence[CacheScore]) -> str:
         bars = [[max(score.kl - low, 0.0)], [max(high - score.kl, 0.0)]]
         point = (score.bytes_per_token, score.kl)
         axes.errorbar(*point, yerr=bars, fmt="o" if front else "x", color="C0" if front else "C7")
-        axes.annotate(score.cache, point, xytext=(5, 4), textcoords="offset points", fontsize=8)
+        label = score.cache.removeprefix("dense+").removesuffix("+float32")
+        axes.annotate(label, point, xytext=(5, 4), textcoords="offset points", fontsize=8)
+    axes.margins(x=0.3)  # room for the labels
     axes.set(
         xlabel="bytes a token",
         ylabel="KL from the full cache (nats)",
