@@ -55,12 +55,12 @@ class AttentionProbe:
         own = tf.range(layout.entries) == layout.entry_of(position)[:, tf.newaxis]
         entries = tf.where(own, position[:, tf.newaxis], entries)
         query, key = self._project(token, position, layer, table, tails)
-        scores = decoder.pool.codec.scores(query, self._keys(table, layer), columns=True)
+        scores = self._scores(query, table, layer)
         looking = query
         if decoder.geometry.cache.policy.furthest is not None:
             looking = decoder.look_at_sinks(query, position[:, tf.newaxis])
             sink = (entries < decoder.geometry.sinks)[:, tf.newaxis, tf.newaxis]
-            others = decoder.pool.codec.scores(looking, self._keys(table, layer), columns=True)
+            others = self._scores(looking, table, layer)
             scores = tf.where(sink, others, scores)
         if decoder.tail.recent:
             scores = self._with_exact(scores, query, looking, position, entries, layer, tails)
@@ -130,6 +130,11 @@ class AttentionProbe:
         near = masks.exact(position[:, tf.newaxis], entries, tail.recent, tail.sinks)[:, 0]
         near &= tail.holds(tails, position, entries) & (entries >= 0)
         return tf.where(near[:, tf.newaxis, tf.newaxis], tf.transpose(exact, [0, 2, 3, 1]), scores)
+
+    def _scores(self, query: tf.Tensor, table: tf.Tensor, layer: tf.Tensor) -> tf.Tensor:
+        """Scores of all entries by their codes, ``[B, K, G, S]``."""
+        codec = self._decoder.pool.codec
+        return codec.scores(codec.prepare(query), self._keys(table, layer), columns=True)
 
     def _keys(self, table: tf.Tensor, layer: tf.Tensor) -> dict[str, tf.Tensor]:
         """Coded keys of all entries in each row's layer, parts ``[B, K, ..., S]``."""

@@ -111,6 +111,9 @@ class PackedDecoder:
         if self._furthest is not None:
             fresh = self._attend_sinks(parts, layer, queries, positions, scan, tails, fresh)
         codec, size = self.pool.codec, self.geometry.page_size
+        prepared = codec.prepare(queries)
+        # Rotated values are mixed as they are, and what came of them is rotated back once.
+        seen = attention.nothing(queries) if codec.rotate else fresh
 
         def of_several(so_far: Partial, pages: PageList) -> Partial:
             keys = pages.bases[:, tf.newaxis] + tf.range(size)
@@ -118,13 +121,13 @@ class PackedDecoder:
             reader = tf.gather(scan.common, tf.maximum(pages.owners, 0)) > column
             reader &= (pages.owners >= 0)[:, tf.newaxis]
             stored = keys[:, tf.newaxis] < scan.start[:, tf.newaxis]
-            seen = self.geometry.mask(positions, keys[:, tf.newaxis])
-            seen &= (stored & reader[..., tf.newaxis])[:, :, tf.newaxis]
+            visible = self.geometry.mask(positions, keys[:, tf.newaxis])
+            visible &= (stored & reader[..., tf.newaxis])[:, :, tf.newaxis]
             every = tf.broadcast_to(keys[:, tf.newaxis], tf.shape(stored))
-            seen &= self._coded(positions, every, scan.start, tails)
-            seen &= self._asked_here(every)
+            visible &= self._coded(positions, every, scan.start, tails)
+            visible &= self._asked_here(every)
             coded = self.pool.gather(parts, pages.pages, layer)
-            return attention.attend_shared(so_far, queries, *coded, seen, codec)
+            return attention.attend_shared(so_far, prepared, *coded, visible, codec)
 
         def of_one(so_far: Partial, pages: PageList) -> Partial:
             owned = tf.maximum(pages.owners, 0)
@@ -137,13 +140,16 @@ class PackedDecoder:
             mask &= self._coded(asked_at, keys, tf.gather(scan.start, owned), of_owners)
             mask &= self._asked_here(keys)
             coded = self.pool.gather(parts, pages.pages, layer)
-            asked = tf.gather(queries, owned)
+            asked = tf.gather(prepared, owned)
             return attention.attend_owned(so_far, asked, *coded, mask, codec, pages.owners)
 
         # One row has nobody to share with: a loop less to compile.
         if queries.shape[0] != 1:
-            fresh = self._over(scan.shared, fresh, of_several)
-        return self._over(scan.own, fresh, of_one)
+            seen = self._over(scan.shared, seen, of_several)
+        seen = self._over(scan.own, seen, of_one)
+        if not codec.rotate:
+            return seen
+        return attention.merge(fresh, seen._replace(output=codec.finish(seen.output)))
 
     def _attend_exact(
         self,

@@ -78,6 +78,14 @@ def attend(
         codec: How keys and values are written.
         columns: Whether keys lie a token a column; see `Codec.scores`.
     """
+    seen = _attend(codec.prepare(queries), keys, values, mask, codec, columns)
+    return seen._replace(output=codec.finish(seen.output))
+
+
+def _attend(
+    queries: tf.Tensor, keys: Coded, values: Coded, mask: tf.Tensor, codec: Dots, columns: bool
+) -> Partial:
+    """As `attend`, of queries that the codec has prepared, and with an output to be finished."""
     scores = codec.scores(queries, keys, columns)
     mask = _spread(mask, scores)
     # Masked before exp as well as after: a hidden score far above the peak would overflow,
@@ -119,8 +127,9 @@ def attend_owned(
     each page and to `merge`, in fewer operations.
 
     Args:
-        so_far: Of the rows, fields ``[B, K, Q, ...]``.
-        queries: Of each page's owner, ``[A, K, Q, H]``.
+        so_far: Of the rows, fields ``[B, K, Q, ...]``; the output unfinished, as is that of the
+            result (see `Codec.finish`).
+        queries: Of each page's owner, ``[A, K, Q, H]``, prepared by the codec.
         keys: Coded keys of the pages, a token a column: parts ``[A, K, ..., C]``.
         values: Coded values, parts ``[A, K, C, ...]``.
         mask: bool ``[A, T, C]``; Q is a multiple of T.
@@ -163,8 +172,9 @@ def attend_shared(
     by the queries of all rows.
 
     Args:
-        so_far: Of the rows, fields ``[B, K, Q, ...]``.
-        queries: Of the rows, ``[B, K, Q, H]``.
+        so_far: Of the rows, fields ``[B, K, Q, ...]``; the output unfinished, as is that of the
+            result.
+        queries: Of the rows, ``[B, K, Q, H]``, prepared by the codec.
         keys: Coded keys of the pages, a token a column: parts ``[A, K, ..., C]``.
         values: Coded values, parts ``[A, K, C, ...]``.
         mask: bool ``[A, B, T, C]``; Q is a multiple of T.
@@ -185,7 +195,7 @@ def attend_shared(
     asked = tf.reshape(tf.transpose(asked, [1, 2, 0, 3, 4]), [1, heads, rows * grouped, head_dim])
     asked = tf.tile(asked, [pages, 1, 1, 1])
     seen = tf.reshape(mask, [pages, rows * width, size])
-    part = attend(asked, keys, values, seen, codec, columns=True)
+    part = _attend(asked, keys, values, seen, codec, columns=True)
     peak = tf.reduce_max(part.peak, axis=0)
     share = tf.exp(part.peak - peak)
     whole = Partial(
@@ -194,6 +204,12 @@ def attend_shared(
         tf.reduce_sum(part.output * share[..., tf.newaxis], axis=0),
     )
     return merge(so_far, Partial(*map(by_row, whole)))
+
+
+def nothing(queries: tf.Tensor) -> Partial:
+    """What ``queries [A, K, Q, H]`` have seen before they saw a key."""
+    mass = tf.zeros_like(queries[..., 0])
+    return Partial(mass + _FLOOR, mass, tf.zeros_like(queries))
 
 
 def normalize(partial: Partial) -> tf.Tensor:

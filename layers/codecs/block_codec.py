@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import abc
+import math
 
 import numpy as np
 import tensorflow as tf
 
 from tfkv.errors import ConfigError
 from tfkv.layers.codecs.codec import Codec, Coded, PartSpec
-from tfkv.layers.codecs.packing import pack, packed_size, unpack
+from tfkv.layers.codecs.packing import pack, packed_size, unpack, unpack_parts
 
 
 class BlockCodec(Codec):
@@ -91,34 +92,48 @@ class BlockCodec(Codec):
         ]
         return self._rotated(tf.concat(blocks, axis=-1))
 
+    def prepare(self, queries: tf.Tensor) -> tf.Tensor:
+        return self._rotated(queries)
+
+    def finish(self, output: tf.Tensor) -> tf.Tensor:
+        return self._rotated(output)
+
     def scores(self, queries: tf.Tensor, coded: Coded, columns: bool = False) -> tf.Tensor:
         axis = -2 if columns else -1
-        queries = self._rotated(queries)
-        levels = self.levels(unpack(coded["codes"], self.bits, axis), queries.dtype)
         scales, zeros = self.scales(coded, queries.dtype, axis)
-        count = len(scales)
+        pieces = self._pieces(coded["codes"], len(scales), axis)
         total: tf.Tensor = 0.0
-        for index, (query, level) in enumerate(
-            zip(tf.split(queries, count, axis=-1), tf.split(levels, count, axis=axis), strict=True)
-        ):
+        asked = tf.split(queries, len(pieces), axis=-1)
+        for query, (block, codes) in zip(asked, pieces, strict=True):
+            level = self.levels(codes, queries.dtype)
             dots = tf.matmul(query, level, transpose_b=not columns)
-            total += dots * scales[index][..., tf.newaxis, :]
-            if zeros:
-                sums = tf.reduce_sum(query, axis=-1, keepdims=True)
-                total += sums * zeros[index][..., tf.newaxis, :]
+            total += dots * scales[block][..., tf.newaxis, :]
+        for query, zero in zip(tf.split(queries, len(scales), axis=-1), zeros, strict=False):
+            total += tf.reduce_sum(query, axis=-1, keepdims=True) * zero[..., tf.newaxis, :]
         return total
 
     def mix(self, weights: tf.Tensor, coded: Coded) -> tf.Tensor:
-        levels = self.levels(unpack(coded["codes"], self.bits), weights.dtype)
         scales, zeros = self.scales(coded, weights.dtype, -1)
-        blocks = []
-        for index, level in enumerate(tf.split(levels, len(scales), axis=-1)):
-            mixed = tf.matmul(weights * scales[index][..., tf.newaxis, :], level)
+        mixed = []
+        for block, codes in self._pieces(coded["codes"], len(scales), -1):
+            scaled = weights * scales[block][..., tf.newaxis, :]
+            piece = tf.matmul(scaled, self.levels(codes, weights.dtype))
             if zeros:
-                zero = zeros[index][..., tf.newaxis, :]
-                mixed += tf.reduce_sum(weights * zero, axis=-1, keepdims=True)
-            blocks.append(mixed)
-        return self._rotated(tf.concat(blocks, axis=-1))
+                zero = zeros[block][..., tf.newaxis, :]
+                piece += tf.reduce_sum(weights * zero, axis=-1, keepdims=True)
+            mixed.append(piece)
+        return tf.concat(mixed, axis=-1)
+
+    def _pieces(self, packed: tf.Tensor, blocks: int, axis: int) -> list[tuple[int, tf.Tensor]]:
+        """Codes in equal pieces along `axis`, each within a block, and the block of each.
+
+        The pieces are parts of a byte, cut where several blocks share one: they are never
+        put side by side, which would cost more than the products that read them.
+        """
+        parts = unpack_parts(packed, self.bits, axis)
+        cuts = math.lcm(blocks, len(parts)) // len(parts)
+        pieces = [piece for part in parts for piece in tf.split(part, cuts, axis=axis)]
+        return [(index * blocks // len(pieces), piece) for index, piece in enumerate(pieces)]
 
     def _blocks(self, head_dim: int) -> int:
         self.check(head_dim)

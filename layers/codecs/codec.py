@@ -25,6 +25,10 @@ class PartSpec(NamedTuple):
 class Dots(Protocol):
     """What attention needs: a `Codec` of both sides, or a `CacheCodec`."""
 
+    def prepare(self, queries: tf.Tensor) -> tf.Tensor: ...
+
+    def finish(self, output: tf.Tensor) -> tf.Tensor: ...
+
     def scores(self, queries: tf.Tensor, coded: Coded, columns: bool = False) -> tf.Tensor: ...
 
     def mix(self, weights: tf.Tensor, coded: Coded) -> tf.Tensor: ...
@@ -38,9 +42,12 @@ class Codec(abc.ABC):
 
     Attributes:
         name: What it is called.
+        rotate: Whether numbers are rotated before they are coded, so that queries have to be,
+            too, and mixed values rotated back.
     """
 
     name: str
+    rotate = False
 
     def check(self, head_dim: int) -> None:
         """Raises `ConfigError` where heads of this width cannot be written."""
@@ -58,12 +65,21 @@ class Codec(abc.ABC):
     def decode(self, coded: Coded) -> tf.Tensor:
         """The float32 numbers that the code stands for, ``[..., H]``."""
 
+    def prepare(self, queries: tf.Tensor) -> tf.Tensor:
+        """Queries ``[..., H]`` as `scores` wants them; once for all keys."""
+        return queries
+
+    def finish(self, output: tf.Tensor) -> tf.Tensor:
+        """What `mix` gave ``[..., H]``, as it is outside the code; once for all values, since
+        it is linear."""
+        return output
+
     @abc.abstractmethod
     def scores(self, queries: tf.Tensor, coded: Coded, columns: bool = False) -> tf.Tensor:
         """Dot products of ``queries [A, K, Q, H]`` with coded keys, ``[A, K, Q, S]``.
 
         Args:
-            queries: Grouped queries.
+            queries: Grouped queries, after `prepare`.
             coded: The keys, parts ``[A, K, S, ...]``.
             columns: Whether the parts are ``[A, K, ..., S]`` instead, a token a column: that
                 product is several times as fast on the CPU.
@@ -71,7 +87,7 @@ class Codec(abc.ABC):
 
     @abc.abstractmethod
     def mix(self, weights: tf.Tensor, coded: Coded) -> tf.Tensor:
-        """Coded values weighted by ``weights [A, K, Q, S]``, ``[A, K, Q, H]``."""
+        """Coded values weighted by ``weights [A, K, Q, S]``, ``[A, K, Q, H]``; `finish` it."""
 
     def bytes_per_token(self, head_dim: int) -> int:
         """Bytes that one token takes in one KV head of one side; exact."""
@@ -137,6 +153,19 @@ class CacheCodec:
         """Raises `ConfigError` where heads of this width cannot be written."""
         for codec in self.sides().values():
             codec.check(head_dim)
+
+    @property
+    def rotate(self) -> bool:
+        """Whether either side is rotated."""
+        return self.keys.rotate or self.values.rotate
+
+    def prepare(self, queries: tf.Tensor) -> tf.Tensor:
+        """See `Codec.prepare`."""
+        return self.keys.prepare(queries)
+
+    def finish(self, output: tf.Tensor) -> tf.Tensor:
+        """See `Codec.finish`."""
+        return self.values.finish(output)
 
     def scores(self, queries: tf.Tensor, coded: Coded, columns: bool = False) -> tf.Tensor:
         """See `Codec.scores`."""

@@ -50,9 +50,24 @@ def test_folded_dots_equal_dots_of_decoded_numbers(name: str, side: str, columns
     # Only `int8_symmetric` quantises the query: half a code of each channel.
     step = np.abs(queries).max() / 127 / 2 * np.abs(numbers).sum(-1).max()
     room = step if name == "int8_symmetric" else 3e-4
-    np.testing.assert_allclose(codec.scores(queries, stored, columns), scores, atol=room)
+    np.testing.assert_allclose(
+        codec.scores(codec.prepare(queries), stored, columns), scores, atol=room
+    )
     mixed = tf.einsum("akqs,aksh->akqh", weights, numbers)
-    np.testing.assert_allclose(codec.mix(weights, coded), mixed, atol=2e-4)
+    np.testing.assert_allclose(codec.finish(codec.mix(weights, coded)), mixed, atol=2e-4)
+
+
+@pytest.mark.parametrize("bits", [4, 6, 8])
+@pytest.mark.parametrize("head_dim", [8, 32, 96, 128])
+def test_blocks_and_bytes_need_not_divide_each_other(bits: int, head_dim: int):
+    codec = IntegerBlocks(bits)
+    queries = tf.random.stateless_normal([1, 1, 2, head_dim], [1, 2])
+    coded = codec.encode(tf.constant(_numbers((1, 1, 7, head_dim))))
+    numbers = codec.decode(coded)
+    scores = tf.matmul(queries, numbers, transpose_b=True)
+    np.testing.assert_allclose(codec.scores(queries, coded), scores, atol=3e-4)
+    weights = tf.nn.softmax(scores)
+    np.testing.assert_allclose(codec.mix(weights, coded), tf.matmul(weights, numbers), atol=3e-4)
 
 
 @pytest.mark.parametrize("bits", [4, 6, 8])
