@@ -127,7 +127,8 @@ class ExactTail:
         stays &= positions >= 0
         entry = tf.where(stays, self.layout.entry_of(positions), 0)
         slot = tf.where(stays, slot[:, tf.newaxis], self.slots)
-        places = slot[tf.newaxis, :, tf.newaxis] * layers + tf.range(layers)[:, None, None, None]
+        layer = tf.reshape(tf.range(layers), [layers, 1, 1, 1])
+        places = slot[tf.newaxis, :, tf.newaxis] * layers + layer
         places = (places * heads + tf.range(heads)[:, tf.newaxis]) * self.layout.entries
         places = tf.reshape(places + entry[:, tf.newaxis], [-1, 1])
         written = {}

@@ -12,6 +12,10 @@ from tfkv.layers import masks
 from tfkv.layers.cache_spec import CacheSpec
 from tfkv.layers.entry_layout import EntryLayout
 
+#: Positions of a session that may outgrow the trained context: as far as float32 counts, in
+#: which rotary angles are computed.
+ENDLESS = 1 << 24
+
 
 @dataclasses.dataclass(frozen=True)
 class CacheGeometry:
@@ -61,8 +65,7 @@ class CacheGeometry:
             layout = EntryLayout(layout.entries, sinks=page)
         positions = model.context_length
         if cache.policy.furthest is not None:
-            # As far as float32 counts: rotary angles are computed in it.
-            positions = 1 << 24
+            positions = ENDLESS
             if cache.policy.furthest < chunk - 1:
                 raise ConfigError(
                     f"`window` and `sinks` must be at least {chunk} together, what an artifact "

@@ -9,10 +9,11 @@ from typing import Any
 from tfkv.config import DecoderConfig, EngineConfig
 from tfkv.errors import ConfigError
 from tfkv.export.engine import PREFILL_PIECE
-from tfkv.export.geometry import CacheGeometry
+from tfkv.export.geometry import ENDLESS, CacheGeometry
 from tfkv.export.history import BYTES_PER_TOKEN as HISTORY_BYTES_PER_TOKEN
 from tfkv.export.importers.source import expected_tensors
 from tfkv.export.packed_weights import BYTES_PER_WEIGHT
+from tfkv.layers.cache_spec import CacheSpec
 
 #: What a warm server holds besides weights and sessions: program, compiled code, buffers.
 #: `path.resident_mb` of `make figures` is held to this.
@@ -122,9 +123,11 @@ def plan_memory(
     Raises:
         ConfigError: A value is out of range, or the cache cannot be had for this model.
     """
-    if not 1 <= context <= model.context_length:
+    endless = CacheSpec.parse(engine.cache).policy.furthest is not None
+    most = ENDLESS if endless else model.context_length
+    if not 1 <= context <= most:
         raise ConfigError(
-            f"`context` must be from 1 to the model's {model.context_length} tokens. "
+            f"`context` must be from 1 to {most} tokens, of this model and cache. "
             f"Received: context={context}."
         )
     if memory < 1:

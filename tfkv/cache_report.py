@@ -7,6 +7,7 @@ is the worse of the two in both.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import io
 import json
 import pathlib
@@ -112,6 +113,7 @@ class Report:
     """
 
     def __init__(self, directory: str | pathlib.Path, setting: Mapping[str, Any]) -> None:
+        importlib.import_module("matplotlib")  # missing, it is missed before hours of measuring
         self.directory = pathlib.Path(directory)
         self.setting = dict(setting)
         self.scores: dict[str, CacheScore] = {}

@@ -35,6 +35,7 @@ _EXTRAS = {
     "gguf": "export",
     "keras_hub": "keras-nlp",
     "prometheus_client": "metrics",
+    "matplotlib": "eval",
 }
 _DEFAULT = EngineConfig()
 
@@ -495,7 +496,11 @@ def evaluate(
     out: Annotated[pathlib.Path, typer.Option(help="Directory of eval.json and eval.html.")],
     text: Annotated[
         pathlib.Path | None,
-        typer.Option(help="UTF-8 text to read; Python's language reference by default."),
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="UTF-8 text to read; Python's language reference by default.",
+        ),
     ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens of a passage.")] = 2048,
     passages: Annotated[int, typer.Option(help="Passages, spread over the text.")] = 4,
@@ -507,7 +512,10 @@ def evaluate(
     terminal.load_tensorflow()
     from tfkv.export import evaluate_caches
 
-    given = None if text is None else text.read_text(encoding="utf-8")
+    try:
+        given = None if text is None else text.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"`--text` must be UTF-8. Received: {text} ({error}).") from error
     with terminal.Steps() as steps:
         scores = evaluate_caches(
             source, cache, out, given, tokens, passages, baselines, progress=steps

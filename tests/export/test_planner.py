@@ -54,6 +54,12 @@ def test_a_window_needs_no_more_pages_than_it_shows():
     assert found.session_pages < dense.session_pages
 
 
+def test_a_session_without_an_end_takes_what_its_window_does():
+    engine = EngineConfig(cache="streaming_llm(window=61,sinks=3)", page_size=16)
+    short, long = (plan_memory(tiny_model.CONFIG, engine, n, MB) for n in (400, 10**6))
+    assert short.session_bytes == long.session_bytes
+
+
 @pytest.mark.parametrize(("context", "memory"), [(0, MB), (10**6, MB), (96, 0)])
 def test_what_cannot_be_planned_is_refused(context: int, memory: int):
     with pytest.raises(ConfigError, match="must be"):

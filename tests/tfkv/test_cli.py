@@ -125,6 +125,16 @@ def test_plan_refuses_what_is_no_size(artifact, no_tensorflow):
     assert "`--memory` must be a size such as 2GB" in plain(result.output)
 
 
+def test_eval_refuses_a_text_that_is_none(no_tensorflow, tmp_path):
+    odd = tmp_path / "odd.txt"
+    odd.write_bytes(b"\xff\xfe")
+    options = ("--cache", "int8", "--out", tmp_path / "out", "--text")
+    result = run("eval", "smollm2", *options, odd)
+    assert result.exit_code == 1
+    assert "`--text` must be UTF-8" in plain(result.output)
+    assert run("eval", "smollm2", *options, tmp_path / "none.txt").exit_code == 2
+
+
 def test_inspect_json_is_the_manifest_and_the_bytes(artifact):
     result = run("inspect", artifact, "--json")
     facts = json.loads(result.stdout)
