@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import abc
+import functools
 import math
 
-import numpy as np
 import tensorflow as tf
 
 from tfkv.errors import ConfigError
@@ -146,11 +146,15 @@ class BlockCodec(Codec):
         return tf.matmul(x, tf.constant(hadamard(x.shape[-1]), x.dtype))
 
 
-def hadamard(size: int) -> np.ndarray:
-    """Normalised symmetric Hadamard matrix ``[size, size]``; where `size` is no power of two,
-    one of the largest that divides it, for each of as many groups of channels."""
+@functools.cache
+def hadamard(size: int) -> tuple[tuple[float, ...], ...]:
+    """Normalised symmetric Hadamard matrix, `size` rows; where `size` is no power of two, one
+    of the largest that divides it, for each of as many groups of channels."""
     power = size & -size
-    matrix = np.ones([1, 1])
-    while len(matrix) < power:
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    return np.kron(np.eye(size // power), matrix / np.sqrt(power)).astype(np.float32)
+
+    def entry(row: int, column: int) -> float:
+        if row // power != column // power:
+            return 0.0
+        return (-1) ** (row & column & (power - 1)).bit_count() * power**-0.5
+
+    return tuple(tuple(entry(row, column) for column in range(size)) for row in range(size))

@@ -133,7 +133,7 @@ def test_a_rotation_spreads_an_outlier_channel():
 
 @pytest.mark.parametrize("size", [1, 2, 64, 80, 96])
 def test_the_rotation_is_its_own_inverse(size: int):
-    matrix = hadamard(size)
+    matrix = np.array(hadamard(size))
     np.testing.assert_allclose(matrix @ matrix, np.eye(size), atol=1e-6)
     np.testing.assert_array_equal(matrix, matrix.T)
 
