@@ -442,16 +442,7 @@ class PackedDecoder:
             filled: int32 ``[B]``, positions below it are on pages already.
             slot: int32 ``[B]``.
         """
-        new = tf.where(positions >= filled[:, tf.newaxis], positions, -1)
-        if self.tail.recent:
-            parts = {**parts, "exact": self.tail.write(parts["exact"], slot, new, fresh)}
-        size = self.geometry.page_size
-        newest = tf.reduce_max(positions, axis=1, keepdims=True)
-        stays = (positions < self.geometry.layout.sinks) | (positions > newest - self.geometry.ring)
-        positions = tf.where(stays & (positions >= filled[:, tf.newaxis]), positions, -1)
-        page = tf.maximum(positions, 0) // size
-        physical = tf.gather(table, self.geometry.column_of(page), batch_dims=1)
-        physical = tf.where(positions >= 0, physical, 0)
+        layout, size = self.geometry.layout, self.geometry.page_size
         keys, values = (
             tf.reshape(
                 tf.transpose(new, [0, 1, 3, 2, 4]),
@@ -459,6 +450,16 @@ class PackedDecoder:
             )
             for new in fresh
         )
+        newest = tf.reduce_max(positions, axis=1, keepdims=True)
+        new = positions >= filled[:, tf.newaxis]
+        if self.tail.recent:
+            exactly = tf.where(new, positions, -1)
+            exact = self.tail.write(parts["exact"], slot, exactly, keys, values)
+            parts = {**parts, "exact": exact}
+        positions = tf.where(new & layout.keeps(positions, newest + 1), positions, -1)
+        page = tf.maximum(positions, 0) // size
+        physical = tf.gather(table, self.geometry.column_of(page), batch_dims=1)
+        physical = tf.where(positions >= 0, physical, 0)
         return self.pool.write(
             parts,
             tf.reshape(physical, [-1]),

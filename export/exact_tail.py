@@ -7,6 +7,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tfkv.config import DecoderConfig
+from tfkv.export.page_pool import rows_of_tokens, scatter_rows
 from tfkv.export.transient import TransientVariable
 from tfkv.layers.codecs import CacheCodec
 from tfkv.layers.entry_layout import EntryLayout
@@ -111,7 +112,12 @@ class ExactTail:
         return tf.gather(exact["keys"], rows), tf.gather(exact["values"], rows)
 
     def write(
-        self, exact: Exact, slot: tf.Tensor, positions: tf.Tensor, new: tuple[tf.Tensor, tf.Tensor]
+        self,
+        exact: Exact,
+        slot: tf.Tensor,
+        positions: tf.Tensor,
+        keys: tf.Tensor,
+        values: tf.Tensor,
     ) -> Exact:
         """Stores tokens of all layers.
 
@@ -119,23 +125,15 @@ class ExactTail:
             exact: All of it.
             slot: int32 ``[B]``.
             positions: int32 ``[B, T]``; −1 is written nowhere.
-            new: Keys and values ``[L, B, K, T, H]``.
+            keys: float ``[L, B · T, K, H]``.
+            values: Likewise.
         """
-        layers, heads = self.config.num_layers, self.config.num_key_value_heads
         newest = tf.reduce_max(positions, axis=1, keepdims=True)
-        stays = (positions < self.sinks) | (positions > newest - self.recent)
-        stays &= positions >= 0
+        stays = (positions >= 0) & self.layout.keeps(positions, newest + 1)
         entry = tf.where(stays, self.layout.entry_of(positions), 0)
         slot = tf.where(stays, slot[:, tf.newaxis], self.slots)
-        layer = tf.reshape(tf.range(layers), [layers, 1, 1, 1])
-        places = slot[tf.newaxis, :, tf.newaxis] * layers + layer
-        places = (places * heads + tf.range(heads)[:, tf.newaxis]) * self.layout.entries
-        places = tf.reshape(places + entry[:, tf.newaxis], [-1, 1])
-        written = {}
-        for side, value in zip(("keys", "values"), new, strict=True):
-            shape = exact[side].shape
-            rows = tf.reshape(exact[side], [-1, shape[-1]])
-            updates = tf.reshape(value, [-1, shape[-1]])
-            rows = tf.tensor_scatter_nd_update(rows, places, updates)
-            written[side] = tf.reshape(rows, shape)
-        return written
+        rows, offsets = rows_of_tokens(self.config, tf.reshape(slot, [-1]), tf.reshape(entry, [-1]))
+        return {
+            "keys": scatter_rows(exact["keys"], rows, offsets, keys),
+            "values": scatter_rows(exact["values"], rows, offsets, values),
+        }

@@ -83,11 +83,6 @@ class CacheGeometry:
         """First positions that every query sees."""
         return self.cache.policy.sinks if self.cache.policy.bounded else self.page_size
 
-    @property
-    def ring(self) -> int:
-        """Entries behind the sinks."""
-        return self.layout.entries - self.layout.sinks
-
     def limit(self, overflow: tf.Tensor) -> tf.Tensor:
         """Most tokens a session may hold, by its overflow choice; int32."""
         if self.cache.policy.bounded:
@@ -111,11 +106,11 @@ class CacheGeometry:
         """Whether a query at `position` still finds all it sees, in a session that once held
         `reached` tokens."""
         intact = reached <= self.layout.entries
-        return intact | (self.first_visible(position) >= reached - self.ring)
+        return intact | (self.first_visible(position) >= reached - self.layout.ring)
 
     def earliest_reversible(self, reached: tf.Tensor) -> tf.Tensor:
         """The first position for which `reversible` holds; int32."""
-        lost = reached - self.ring
+        lost = reached - self.layout.ring
         if self.cache.policy.bounded:
             earliest = lost - self.first_visible(tf.zeros_like(reached))
             return tf.where(reached <= self.layout.entries, 0, earliest)

@@ -185,17 +185,10 @@ class PagePool:
         Returns:
             The pool with the tokens in it.
         """
-        heads = self.config.num_key_value_heads
-        layers = tf.range(self.config.num_layers)[:, tf.newaxis, tf.newaxis]
-        rows = pages[tf.newaxis, :, tf.newaxis] * self.config.num_layers + layers
-        rows = tf.reshape(rows * heads + tf.range(heads), [-1])
-        offsets = tf.broadcast_to(
-            offsets[tf.newaxis, :, tf.newaxis], [self.config.num_layers, tf.size(offsets), heads]
-        )
-        offsets = tf.reshape(offsets, [-1])
+        rows, offsets = rows_of_tokens(self.config, pages, offsets)
         sides = (
             ("keys", self.codec.keys.encode(keys), _scatter_columns),
-            ("values", self.codec.values.encode(values), _scatter_rows),
+            ("values", self.codec.values.encode(values), scatter_rows),
         )
         written = {
             side: {
@@ -207,7 +200,28 @@ class PagePool:
         return {**parts, **written}
 
 
-def _scatter_rows(
+def rows_of_tokens(
+    config: DecoderConfig, owners: tf.Tensor, offsets: tf.Tensor
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Where tokens lie in a part ``[owners · L, K, ...]``, in all layers and KV heads.
+
+    Args:
+        config: Architecture.
+        owners: int32 ``[M]``, pages, or slots.
+        offsets: int32 ``[M]``, place of each token there.
+
+    Returns:
+        int32 ``[L · M · K]``: rows of the first two axes taken together, and places.
+    """
+    heads = config.num_key_value_heads
+    layers = tf.range(config.num_layers)[:, tf.newaxis, tf.newaxis]
+    rows = owners[tf.newaxis, :, tf.newaxis] * config.num_layers + layers
+    rows = rows * heads + tf.range(heads)
+    offsets = tf.broadcast_to(offsets[tf.newaxis, :, tf.newaxis], tf.shape(rows))
+    return tf.reshape(rows, [-1]), tf.reshape(offsets, [-1])
+
+
+def scatter_rows(
     part: tf.Tensor, rows: tf.Tensor, offsets: tf.Tensor, updates: tf.Tensor
 ) -> tf.Tensor:
     """Writes tokens ``[M, ...]`` to ``part [R, K, C, ...]``; XLA does it in place.
@@ -228,7 +242,7 @@ def _scatter_rows(
 def _scatter_columns(
     part: tf.Tensor, rows: tf.Tensor, offsets: tf.Tensor, updates: tf.Tensor
 ) -> tf.Tensor:
-    """Writes tokens ``[M, X]`` to columns of ``part [R, K, X, C]``; see `_scatter_rows`."""
+    """Writes tokens ``[M, X]`` to columns of ``part [R, K, X, C]``; see `scatter_rows`."""
     inner, size = part.shape[2:]
     flat = tf.reshape(part, [part.shape[0] * part.shape[1] * inner, size])
     lines = rows[:, tf.newaxis] * inner + tf.range(inner)

@@ -145,13 +145,13 @@ class DenseStore:
 
     def kept_exactly(self, state: State, positions: tf.Tensor) -> tf.Tensor:
         """Whether `exact_view` has the tokens at ``positions [B, S]``; bool."""
-        return _still_there(positions, state["reached"], self.exact_layout)
+        return self.exact_layout.keeps(positions, state["reached"][:, tf.newaxis])
 
     @staticmethod
     def _held(state: State, layout: EntryLayout, before: tf.Tensor | None) -> tf.Tensor:
         """Position that each entry holds, int32 ``[B, S]``; −1 = none that can be read."""
         positions = layout.positions_of(state["filled"])
-        held = _still_there(positions, state["reached"], layout)
+        held = layout.keeps(positions, state["reached"][:, tf.newaxis])
         if before is not None:
             held &= positions < before[:, tf.newaxis]
         return tf.where(held, positions, -1)
@@ -278,21 +278,14 @@ class DenseStore:
         )
 
 
-def _still_there(positions: tf.Tensor, reached: tf.Tensor, layout: EntryLayout) -> tf.Tensor:
-    """Whether the ring has not gone over ``positions [B, S]`` since; bool."""
-    overwritten = reached - (layout.entries - layout.sinks)
-    return (positions >= overwritten[:, tf.newaxis]) | (positions < layout.sinks)
-
-
 def _newest(positions: tf.Tensor, end: tf.Tensor, layout: EntryLayout) -> tf.Tensor:
     """Entries of ``positions [B, T]`` that still hold once all up to ``end [B]`` are written.
 
     Of a chunk longer than the ring these are the newest: an entry is never written twice,
     for which scatter promises no order.
     """
-    oldest = end - (layout.entries - layout.sinks)
-    stays = (positions >= oldest[:, tf.newaxis]) | (positions < layout.sinks)
-    return tf.where((positions >= 0) & stays, layout.entry_of(positions), -1)
+    stays = (positions >= 0) & layout.keeps(positions, end[:, tf.newaxis])
+    return tf.where(stays, layout.entry_of(positions), -1)
 
 
 def _sound(x: tf.Tensor) -> tf.Tensor:

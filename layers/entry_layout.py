@@ -23,10 +23,19 @@ class EntryLayout:
     entries: int
     sinks: int = 0
 
+    @property
+    def ring(self) -> int:
+        """Entries behind the sinks."""
+        return self.entries - self.sinks
+
+    def keeps(self, positions: tf.Tensor, end: tf.Tensor) -> tf.Tensor:
+        """Whether the tokens at `positions` are not overwritten once all below `end` are
+        written; bool, broadcast."""
+        return (positions >= end - self.ring) | (positions < self.sinks)
+
     def entry_of(self, positions: tf.Tensor) -> tf.Tensor:
         """Entry of each position, int32, same shape; −1 stays −1."""
-        ring = self.entries - self.sinks
-        wrapped = self.sinks + tf.math.floormod(positions - self.sinks, ring)
+        wrapped = self.sinks + tf.math.floormod(positions - self.sinks, self.ring)
         return tf.where(positions < self.sinks, positions, wrapped)
 
     def positions_of(self, filled: tf.Tensor, entries: tf.Tensor | None = None) -> tf.Tensor:
@@ -42,9 +51,8 @@ class EntryLayout:
         if entries is None:
             entries = tf.range(self.entries)
             filled = filled[..., tf.newaxis]
-        ring = self.entries - self.sinks
         last = filled - 1
-        in_ring = last - tf.math.floormod(last - entries, ring)
+        in_ring = last - tf.math.floormod(last - entries, self.ring)
         is_sink = entries < self.sinks
         position = tf.where(is_sink, entries, in_ring)
         lowest = tf.where(is_sink, 0, self.sinks)

@@ -57,4 +57,4 @@ class SlidingWindow(CachePolicy):
         return positions - (self.window - 1)
 
     def rollback(self, layout: EntryLayout) -> int:
-        return layout.entries - layout.sinks - self.window
+        return layout.ring - self.window
