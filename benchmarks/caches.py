@@ -26,22 +26,12 @@ _CODECS = {
 @measures(*_CODECS)
 def kl(say: Say) -> Measured:
     """KL of the next token's distribution from the float32 cache's, teacher-forced."""
-    from tfkv.evaluation import EngineReader, compare_caches
-    from tfkv.export import Engine
+    from tfkv.export.cache_eval import against_full
 
-    source = texts.model()
-    read = texts.passages(_PASSAGES, _LENGTH)
-
-    def engine(cache: str) -> Engine:
-        config = EngineConfig(cache=cache, slots=1, capacity=_LENGTH, batch_sizes=(1,))
-        return Engine(source.config, source.weights, config)
-
-    full, found = EngineReader(engine("dense+float32")), {}
+    compare, found = against_full(texts.model(), texts.passages(_PASSAGES, _LENGTH)), {}
     for name, cache in _CODECS.items():
         say(f"{_PASSAGES} passages through {cache}")
-        candidate = engine(cache)
-        compared = compare_caches(full, EngineReader(candidate), read)
-        stored = candidate.bytes_per_token + candidate.exact_bytes / _LENGTH
+        compared, stored = compare(cache)
         note = (
             f"{compared.tokens} tokens; same top token {compared.top1_percent:.2f} %; "
             f"{stored:,.0f} bytes a token at {_LENGTH}"
@@ -55,7 +45,7 @@ def long_run(say: Say) -> Measured:
     """Tokens read far beyond the trained context with a finite perplexity, in constant memory."""
     import numpy as np
 
-    from tfkv.evaluation import EngineReader, teacher_forced_logits
+    from tfkv.evaluation import EngineReader, perplexity, teacher_forced_logits
     from tfkv.export import Engine
 
     source, piece = texts.model(), 64
@@ -71,7 +61,7 @@ def long_run(say: Say) -> Measured:
             losses.append(np.logaddexp.reduce(logits.numpy()[: len(follow)], axis=-1) - chosen)
         nll = np.concatenate(losses)[:20_000]
         counts.append(int(np.isfinite(nll).sum()))
-        first, last = (float(np.exp(part.mean())) for part in (nll[:4000], nll[-4000:]))
+        first, last = (perplexity(part) for part in (nll[:4000], nll[-4000:]))
         stored = engine.geometry.layout.entries
         notes.append(f"{cache}: perplexity {first:.1f}, at the end {last:.1f}; {stored} stored")
     return {"caches.long_run_tokens": Measurement(min(counts), note="; ".join(notes))}

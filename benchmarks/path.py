@@ -231,17 +231,18 @@ def _ratio(ours: float, theirs: float) -> Measurement:
 @measures("path.int8_kl", "path.int8_top1")
 def int8(say: Say) -> Measured:
     """An int8 cache against a float32 one, teacher-forced on real text."""
-    from tfkv.evaluation import EngineReader, compare_caches
-    from tfkv.export import Engine
+    from tfkv.export.cache_eval import against_full
+    from tfkv.layers.cache_spec import CacheSpec
 
-    source, length = texts.model(), 2048
-    full, coded = (
-        Engine(source.config, source.weights, EngineConfig(cache=cache, slots=1, capacity=length))
-        for cache in ("dense+float32", "dense+int8")
-    )
+    source = texts.model()
     say("reading 4 passages through both caches")
-    found = compare_caches(EngineReader(full), EngineReader(coded), texts.passages(4, length))
-    share = coded.bytes_per_token / full.bytes_per_token
+    compare = against_full(source, texts.passages(4, 2048))
+    found, stored = compare("dense+int8")
+    model = source.config
+    full = CacheSpec.parse("dense").bytes_per_token(
+        model.num_layers, model.num_key_value_heads, model.head_dim
+    )
+    share = stored / full
     note = f"{found.tokens} tokens; {100 * share:.1f} % of the bytes"
     return {
         "path.int8_kl": Measurement(found.mean_kl, note=note),

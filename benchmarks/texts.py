@@ -6,8 +6,8 @@ import functools
 
 import numpy as np
 
+from tfkv import sample_text
 from tfkv.export.importers import ModelSource, load
-from tfkv.sample_text import language_reference
 
 _CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 _QUESTIONS = (
@@ -44,13 +44,9 @@ def encode(text: str) -> list[int]:
 @functools.cache
 def real_text() -> np.ndarray:
     """Token ids of Python's language reference: English prose with some code; int32."""
-    return np.array(encode(language_reference()), np.int32)
+    return np.array(encode(sample_text.language_reference()), np.int32)
 
 
 def passages(count: int, tokens: int) -> list[np.ndarray]:
     """So many stretches of the real text, none of which overlap."""
-    text = real_text()
-    stride = text.size // count
-    if stride < tokens:
-        raise ValueError(f"The text holds {text.size} tokens; asked for {count} times {tokens}.")
-    return [text[first : first + tokens] for first in range(0, stride * count, stride)]
+    return sample_text.passages(real_text(), count, tokens)

@@ -8,7 +8,7 @@ from tfkv.export.decoder import PackedDecoder
 from tfkv.export.exact_tail import Tails
 from tfkv.layers import attention, masks
 from tfkv.layers.attention import Partial
-from tfkv.layers.codecs import FloatCodec
+from tfkv.layers.codecs import Coded, FloatCodec
 from tfkv.layers.shapes import keep_shape
 
 _FRESH = FloatCodec("float32")
@@ -55,13 +55,13 @@ class AttentionProbe:
         own = tf.range(layout.entries) == layout.entry_of(position)[:, tf.newaxis]
         entries = tf.where(own, position[:, tf.newaxis], entries)
         query, key = self._project(token, position, layer, table, tails)
-        scores = self._scores(query, table, layer)
+        keys = self._keys(table, layer)
+        scores = self._scores(query, keys)
         looking = query
         if decoder.geometry.cache.policy.furthest is not None:
             looking = decoder.look_at_sinks(query, position[:, tf.newaxis])
             sink = (entries < decoder.geometry.sinks)[:, tf.newaxis, tf.newaxis]
-            others = self._scores(looking, table, layer)
-            scores = tf.where(sink, others, scores)
+            scores = tf.where(sink, self._scores(looking, keys), scores)
         if decoder.tail.recent:
             scores = self._with_exact(scores, query, looking, position, entries, layer, tails)
         alone = _FRESH.scores(query, {"codes": key})
@@ -131,12 +131,12 @@ class AttentionProbe:
         near &= tail.holds(tails, position, entries) & (entries >= 0)
         return tf.where(near[:, tf.newaxis, tf.newaxis], tf.transpose(exact, [0, 2, 3, 1]), scores)
 
-    def _scores(self, query: tf.Tensor, table: tf.Tensor, layer: tf.Tensor) -> tf.Tensor:
+    def _scores(self, query: tf.Tensor, keys: Coded) -> tf.Tensor:
         """Scores of all entries by their codes, ``[B, K, G, S]``."""
         codec = self._decoder.pool.codec
-        return codec.scores(codec.prepare(query), self._keys(table, layer), columns=True)
+        return codec.scores(codec.prepare(query), keys, columns=True)
 
-    def _keys(self, table: tf.Tensor, layer: tf.Tensor) -> dict[str, tf.Tensor]:
+    def _keys(self, table: tf.Tensor, layer: tf.Tensor) -> Coded:
         """Coded keys of all entries in each row's layer, parts ``[B, K, ..., S]``."""
         pool, layout = self._decoder.pool, self._decoder.geometry.layout
         rows, columns = tf.shape(table)[0], table.shape[1]

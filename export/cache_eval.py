@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from tfkv import sample_text
 from tfkv.cache_report import CacheScore, Progress, Report, evaluate
 from tfkv.config import EngineConfig
 from tfkv.errors import ConfigError
 from tfkv.evaluation import Comparison, EngineReader, compare_caches
-from tfkv.export.engine import Engine
-from tfkv.export.importers import load
+from tfkv.export.engine import PREFILL_PIECE, Engine
+from tfkv.export.importers import ModelSource, load
 from tfkv.layers.cache_spec import CacheSpec
-from tfkv.sample_text import language_reference
 
 _FULL = "dense+float32"
-_PIECE = 64
 
 
 def evaluate_caches(
@@ -62,20 +61,14 @@ def evaluate_caches(
     model = load(source)
     if model.tokenizer_json is None:
         raise ConfigError("`source` has no tokenizer, so text cannot be read through it.")
-    whole = language_reference() if text is None else text
+    whole = sample_text.language_reference() if text is None else text
     ids = np.array(Tokenizer.from_str(model.tokenizer_json).encode(whole).ids, np.int32)
-    if not _PIECE <= tokens <= model.config.context_length or passages < 1:
+    if not PREFILL_PIECE <= tokens <= model.config.context_length or passages < 1:
         raise ConfigError(
-            f"`tokens` must be from {_PIECE} to {model.config.context_length}, and `passages` "
-            f"at least 1. Received: tokens={tokens}, passages={passages}."
+            f"`tokens` must be from {PREFILL_PIECE} to {model.config.context_length}, and "
+            f"`passages` at least 1. Received: tokens={tokens}, passages={passages}."
         )
-    if len(ids) < tokens * passages:
-        raise ConfigError(
-            f"`text` must hold {passages} passages of {tokens} tokens. Received: {len(ids)} "
-            "tokens. Give a longer text, or ask for less."
-        )
-    stride = len(ids) // passages
-    read = [ids[first : first + tokens] for first in range(0, stride * passages, stride)]
+    read = sample_text.passages(ids, passages, tokens)
     if baselines:
         specs += [w for spec in specs for w in _windows(spec, model.config.head_dim, tokens)]
     setting = {
@@ -85,6 +78,24 @@ def evaluate_caches(
         "tokens": tokens,
         "passages": passages,
     }
+    report, unlike = Report(out, setting), list(dict.fromkeys(specs))
+    return evaluate(unlike, report, against_full(model, read), PREFILL_PIECE, progress)
+
+
+def against_full(
+    model: ModelSource, read: Sequence[np.ndarray]
+) -> Callable[[str], tuple[Comparison, float]]:
+    """What compares a cache with the full float32 one, on the pages of an engine.
+
+    Args:
+        model: Architecture and weights.
+        read: Passages of one length, token ids.
+
+    Returns:
+        A function of policy and codec: what the comparison found, and the bytes that a
+        session of one passage stores, for each of its tokens.
+    """
+    tokens = len(read[0])
 
     def engine(cache: str) -> Engine:
         config = EngineConfig(cache=cache, slots=1, capacity=max(tokens, 128), batch_sizes=(1,))
@@ -92,15 +103,14 @@ def evaluate_caches(
 
     full = EngineReader(engine(_FULL))
 
-    def measure(cache: str) -> tuple[Comparison, float]:
+    def compare(cache: str) -> tuple[Comparison, float]:
         candidate = engine(cache)
         entries = min(candidate.geometry.layout.entries, tokens)
-        found = compare_caches(full, EngineReader(candidate), read, _PIECE)
+        found = compare_caches(full, EngineReader(candidate), read, PREFILL_PIECE)
         stored = candidate.bytes_per_token * entries + candidate.exact_bytes
         return found, stored / tokens
 
-    unlike = list(dict.fromkeys(specs))
-    return evaluate(unlike, Report(out, setting), measure, _PIECE, progress)
+    return compare
 
 
 def _windows(cache: str, head_dim: int, tokens: int) -> list[str]:
@@ -111,9 +121,9 @@ def _windows(cache: str, head_dim: int, tokens: int) -> list[str]:
     stored = spec.codec.bytes_per_token(head_dim) + spec.codec.exact_bytes(head_dim) / tokens
     share = stored / full.codec.bytes_per_token(head_dim)
     # A window stores one piece more than it shows.
-    window = max(int(share * tokens) // _PIECE * _PIECE - 2 * _PIECE, _PIECE)
-    sinks = 4
+    piece, sinks = PREFILL_PIECE, 4
+    window = max(int(share * tokens) // piece * piece - 2 * piece, piece)
     return [
-        f"sliding_window(window={window + _PIECE})+float32",
+        f"sliding_window(window={window + piece})+float32",
         f"sliding_window(window={window},sinks={sinks})+float32",
     ]

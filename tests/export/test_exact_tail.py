@@ -7,6 +7,7 @@ import functools
 import numpy as np
 import pytest
 import tiny_model
+from test_snapshot import dump, load
 from tiny_artifacts import ENGINES, Caller, feed
 
 from tfkv.causal_lm import CausalLM
@@ -96,17 +97,7 @@ def test_a_session_made_from_pages_reads_their_codes(exact, way):
         exact.sessions.add(("", branch))
         assert exact.call("fork", root, (), -1, target=[branch])["position"] == 128
     elif way == "snapshot":
-        for page in range(8):
-            answer = exact.artifact.call("snapshot", session_id=[root], page=[page])
-            piece = {key: value[0] for key, value in answer.items()}
-            names = ("held", "filled", "tokens", "kinds", "logprobs", "page_bytes", "fingerprint")
-            feeds = {
-                key: np.array([piece[key]], object if isinstance(piece[key], bytes) else None)
-                for key in names
-            }
-            exact.sessions.add(("", branch))
-            restored = exact.artifact.call("restore", session_id=[branch], page=[page], **feeds)
-            assert restored["status"][0] == Status.OK
+        load(exact, branch, dump(exact, root))
     else:
         before = exact.stats()
         feed(exact, branch, TEXT[:128], 128)
