@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfkv import samplers
 from tfkv.config import EngineConfig
 from tfkv.errors import Finish, Status
-from tfkv.export.decoder import Fresh, PackedDecoder, Weights
+from tfkv.export.decoder import Fresh, PackedDecoder, Reading, Weights
 from tfkv.export.exact_tail import Tails
 from tfkv.export.history import History
 from tfkv.export.page_pool import Parts
@@ -231,10 +231,11 @@ class Advance:
             keys_at = tf.where(columns <= loop.step, start[:, tf.newaxis] + columns, -1)
             mask = decoder.geometry.mask(queries_at, keys_at)
             here = (columns == loop.step)[:, tf.newaxis]
+            reading = Reading(parts, queries_at, scan, tails)
 
             def attend(layer: tf.Tensor, q: tf.Tensor, k: tf.Tensor, v: tf.Tensor) -> Partial:
                 fresh = decoder.attend_step(loop.fresh, layer, Fresh(k, v), here, mask, q)
-                return decoder.attend_cache(parts, layer, q, queries_at, scan, tails, fresh)
+                return decoder.attend_cache(reading, layer, q, fresh)
 
             x = tf.gather(weights.embedding, loop.token)[:, tf.newaxis]
             x, new = decoder.layers(weights, x, queries_at, attend)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfkv.export.decoder import PackedDecoder
+from tfkv.export.decoder import PackedDecoder, Reading
 from tfkv.export.exact_tail import Tails
 from tfkv.layers import attention, masks
 from tfkv.layers.attention import Partial
@@ -81,15 +81,16 @@ class AttentionProbe:
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Grouped query ``[B, K, G, H]`` and key ``[B, K, 1, H]`` of the token in its layer."""
         decoder = self._decoder
-        weights, parts = decoder.read_weights(), decoder.read_cache()
+        weights = decoder.read_weights()
         queries_at = position[:, tf.newaxis]
         angles = decoder.angles(queries_at)
         scan = decoder.scan(table, tf.maximum(position, 0), position >= 0)
+        reading = Reading(decoder.read_cache(), queries_at, scan, tails)
         mask = decoder.geometry.mask(queries_at, queries_at)
 
         def attend(at: tf.Tensor, q: tf.Tensor, k: tf.Tensor, v: tf.Tensor) -> Partial:
             here = attention.attend(q, {"codes": k}, {"codes": v}, mask, _FRESH)
-            return decoder.attend_cache(parts, at, q, queries_at, scan, tails, here)
+            return decoder.attend_cache(reading, at, q, here)
 
         def body(
             at: tf.Tensor, x: tf.Tensor, query: tf.Tensor, key: tf.Tensor

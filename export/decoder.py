@@ -31,6 +31,22 @@ class Fresh(NamedTuple):
     values: tf.Tensor
 
 
+class Reading(NamedTuple):
+    """What the queries of a batch read of the cache.
+
+    Attributes:
+        parts: The cache.
+        positions: int32 ``[B, T]``, of the queries; −1 = none.
+        scan: The pages that the rows read.
+        tails: What is kept exactly of them.
+    """
+
+    parts: Parts
+    positions: tf.Tensor
+    scan: PageScan
+    tails: Tails
+
+
 class Weights(NamedTuple):
     """`PackedWeights` read once for a computation."""
 
@@ -93,23 +109,15 @@ class PackedDecoder:
         return page_scan.scan(self.geometry, table, start, reads, self.scan_pages)
 
     def attend_cache(
-        self,
-        parts: Parts,
-        layer: tf.Tensor,
-        queries: tf.Tensor,
-        positions: tf.Tensor,
-        scan: PageScan,
-        tails: Tails,
-        fresh: Partial,
+        self, reading: Reading, layer: tf.Tensor, queries: tf.Tensor, fresh: Partial
     ) -> Partial:
-        """Attention of grouped ``queries [B, K, Q, H]`` over the pages of a scan, over what is
-        kept exactly of the same rows, and over the tokens that `fresh` has seen already."""
+        """Attention of grouped ``queries [B, K, Q, H]`` over pages, over what is kept exactly of
+        the same rows, and over the tokens that `fresh` has seen already."""
+        parts, positions, scan, tails = reading
         if self.tail.recent:
-            fresh = attention.merge(
-                fresh, self._attend_exact(parts, layer, queries, positions, scan.start, tails)
-            )
+            fresh = attention.merge(fresh, self._attend_exact(reading, layer, queries))
         if self._furthest is not None:
-            fresh = self._attend_sinks(parts, layer, queries, positions, scan, tails, fresh)
+            fresh = attention.merge(fresh, self._attend_sinks(reading, layer, queries))
         codec, size = self.pool.codec, self.geometry.page_size
         prepared = codec.prepare(queries)
         # Rotated values are mixed as they are, and what came of them is rotated back once.
@@ -151,19 +159,12 @@ class PackedDecoder:
             return seen
         return attention.merge(fresh, seen._replace(output=codec.finish(seen.output)))
 
-    def _attend_exact(
-        self,
-        parts: Parts,
-        layer: tf.Tensor,
-        queries: tf.Tensor,
-        positions: tf.Tensor,
-        start: tf.Tensor,
-        tails: Tails,
-    ) -> Partial:
+    def _attend_exact(self, reading: Reading, layer: tf.Tensor, queries: tf.Tensor) -> Partial:
         """Attention over the tokens that each query reads exactly."""
+        parts, positions, scan, tails = reading
         tail = self.tail
-        held = tail.layout.positions_of(start)
-        held = tf.where(tail.holds(tails, start, held), held, -1)
+        held = tail.layout.positions_of(scan.start)
+        held = tf.where(tail.holds(tails, scan.start, held), held, -1)
         mask = self.geometry.mask(positions, held)
         mask &= masks.exact(positions, held, tail.recent, tail.sinks)
         keys, values = ({"codes": side} for side in tail.gather(parts["exact"], tails, layer))
@@ -192,19 +193,12 @@ class PackedDecoder:
             return True
         return (keys >= self.geometry.sinks)[..., tf.newaxis, :]
 
-    def _attend_sinks(
-        self,
-        parts: Parts,
-        layer: tf.Tensor,
-        queries: tf.Tensor,
-        positions: tf.Tensor,
-        scan: PageScan,
-        tails: Tails,
-        so_far: Partial,
-    ) -> Partial:
-        """What rows have seen so far, and the sinks on pages, looked at from elsewhere."""
+    def _attend_sinks(self, reading: Reading, layer: tf.Tensor, queries: tf.Tensor) -> Partial:
+        """Attention over the sinks on pages, looked at from elsewhere."""
+        parts, positions, scan, tails = reading
         looking = self.look_at_sinks(queries, positions)
         size = self.geometry.page_size
+        seen = attention.nothing(queries)
         for index, pages in enumerate(tf.unstack(scan.sinks, axis=1)):
             keys = index * size + tf.range(size)
             keys = tf.where(keys < scan.start[:, tf.newaxis], keys, -1)
@@ -212,8 +206,8 @@ class PackedDecoder:
             mask &= self._coded(positions, keys, scan.start, tails)
             coded = self.pool.gather(parts, pages, layer)
             part = attention.attend(looking, *coded, mask, self.pool.codec, columns=True)
-            so_far = attention.merge(so_far, part)
-        return so_far
+            seen = attention.merge(seen, part)
+        return seen
 
     def _coded(
         self, queries: tf.Tensor, keys: tf.Tensor, start: tf.Tensor, tails: Tails
@@ -408,11 +402,12 @@ class PackedDecoder:
         """
         scan = self.scan(table[tf.newaxis], start[tf.newaxis], tf.constant([True]))
         queries_at = positions[tf.newaxis]
+        reading = Reading(parts, queries_at, scan, tails)
         mask = self.geometry.mask(queries_at, queries_at)
 
         def attend(layer: tf.Tensor, q: tf.Tensor, k: tf.Tensor, v: tf.Tensor) -> Partial:
             here = attention.attend(q, {"codes": k}, {"codes": v}, mask, _FRESH)
-            return self.attend_cache(parts, layer, q, queries_at, scan, tails, here)
+            return self.attend_cache(reading, layer, q, here)
 
         x = tf.gather(weights.embedding, tokens)[tf.newaxis]
         x, fresh = self.layers(weights, x, queries_at, attend)
