@@ -15,6 +15,7 @@ _MODULES = {
     "DecoderBlock": "decoder_block",
     "DenseStore": "dense_store",
     "EntryLayout": "entry_layout",
+    "EvictingStore": "evicting_store",
     "RMSNorm": "rms_norm",
 }
 
@@ -25,6 +26,7 @@ __all__ = [
     "DecoderBlock",
     "DenseStore",
     "EntryLayout",
+    "EvictingStore",
     "RMSNorm",
 ]
 

@@ -74,7 +74,8 @@ def attend(
         queries: ``[A, K, Q, H]`` of `group_queries`.
         keys: Coded keys, parts ``[A, K, S, ...]``.
         values: Coded values likewise.
-        mask: bool ``[A, T, S]``, from `tfkv.layers.masks`; Q is a multiple of T.
+        mask: bool ``[A, T, S]``, from `tfkv.layers.masks`, or ``[A, K, T, S]`` where KV heads
+            differ; Q is a multiple of T.
         codec: How keys and values are written.
         columns: Whether keys lie a token a column; see `Codec.scores`.
     """
@@ -233,6 +234,8 @@ def concatenate_heads(partial: Partial, num_query_heads: int) -> tf.Tensor:
 
 
 def _spread(mask: tf.Tensor, scores: tf.Tensor) -> tf.Tensor:
-    """``mask [A, T, S]`` for ``scores [A, K, G·T, S]``: the G heads of a group share it."""
+    """``mask [A, T, S]``, or ``[A, K, T, S]``, for ``scores [A, K, G·T, S]``: the G heads of a
+    group share it."""
     group = shape_of(scores)[-2] // shape_of(mask)[-2]
-    return tf.tile(mask[:, tf.newaxis], [1, 1, group, 1])
+    by_head = mask if mask.shape.rank == 4 else mask[:, tf.newaxis]
+    return tf.tile(by_head, [1, 1, group, 1])

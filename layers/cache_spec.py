@@ -5,17 +5,11 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
-import re
 from typing import Any, Self
 
 from tfkv.errors import ConfigError
 from tfkv.layers.codecs import CODECS, CacheCodec
 from tfkv.layers.policies import POLICIES, CachePolicy
-
-_PATTERN = re.compile(
-    r"^\s*(?P<name>\w+)\s*(?:\((?P<args>[^()]*)\))?\s*"
-    r"(?:\+\s*(?P<codec>\w+)\s*(?:\((?P<codec_args>[^()]*)\))?)?\s*$"
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,24 +39,32 @@ class CacheSpec:
         """
         if isinstance(text, cls):
             return text
-        match = _PATTERN.match(str(text))
-        if match is None:
-            raise ConfigError(
-                "`cache` must read policy(name=value,...)+codec, for example "
-                f"'sliding_window(window=512)+int8'. Received: cache={text!r}."
-            )
-        name, arguments = match["name"], match["args"] or ""
-        codec, codec_arguments = match["codec"], match["codec_args"] or ""
-        if codec is None:
+        halves = _halves(str(text))
+        (name, arguments), (codec, codec_arguments) = halves[0], halves[-1]
+        if len(halves) == 1:
             _lookup({**POLICIES, **CODECS}, name, "policy or codec")
             if name in CODECS:
-                name, arguments, codec, codec_arguments = "dense", "", name, arguments
+                name, arguments = "dense", {}
+            else:
+                codec, codec_arguments = "float32", {}
         policy_type = _lookup(POLICIES, name, "policy")
         fields = [field.name for field in dataclasses.fields(policy_type)]
-        policy = policy_type(**_known(_arguments(arguments, text), name, fields))
-        plain = _lookup(CODECS, codec or "float32", "codec")
-        changed = _known(_arguments(codec_arguments, text), plain.name, ["recent", "sinks"])
+        policy = policy_type(**_known(arguments, name, fields))
+        plain = _lookup(CODECS, codec, "codec")
+        changed = _known(codec_arguments, plain.name, ["recent", "sinks"])
         return cls(policy, dataclasses.replace(plain, **changed))
+
+    def changed(self, text: str) -> Self:
+        """This cache with the policy, the codec, or both, that a cache string names.
+
+        Raises:
+            ConfigError: As of `parse`.
+        """
+        other, halves = type(self).parse(text), _halves(text)
+        if len(halves) == 2:
+            return other
+        side = "codec" if halves[0][0] in CODECS else "policy"
+        return dataclasses.replace(self, **{side: getattr(other, side)})
 
     def __str__(self) -> str:
         usual = CODECS[self.codec.name]
@@ -87,17 +89,42 @@ def _lookup(table: dict[str, Any], name: str, kind: str) -> Any:
     raise ConfigError(f"Unknown cache {kind} {name!r}.{hint} Known: {', '.join(table)}.")
 
 
-def _arguments(text: str, whole: str | CacheSpec) -> dict[str, Any]:
-    arguments: dict[str, Any] = {}
-    for item in filter(None, (part.strip() for part in text.split(","))):
-        name, equals, value = (part.strip() for part in item.partition("="))
-        try:
-            arguments[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            equals = ""
-        if not equals:
-            raise ConfigError(f"Expected name=value, received {item!r} in cache={str(whole)!r}.")
-    return arguments
+def _halves(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """Name and arguments of what stands before and behind the plus sign; one, or two.
+
+    The text is read as a Python expression, of which only names, calls with literal keyword
+    arguments, and one sum are allowed.
+    """
+    malformed = ConfigError(
+        "`cache` must read policy(name=value,...)+codec, for example "
+        f"'sliding_window(window=512)+int8'. Received: cache={text!r}."
+    )
+    try:
+        whole = ast.parse(text.strip(), mode="eval").body
+    except SyntaxError:
+        raise malformed from None
+    nodes = [whole]
+    if isinstance(whole, ast.BinOp) and isinstance(whole.op, ast.Add):
+        nodes = [whole.left, whole.right]
+    halves = []
+    for node in nodes:
+        call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+        if not isinstance(call.func, ast.Name):
+            raise malformed
+        arguments = {}
+        for keyword in call.keywords:
+            try:
+                arguments[str(keyword.arg)] = ast.literal_eval(keyword.value)
+            except ValueError:
+                raise ConfigError(
+                    f"Expected name=value, received {ast.unparse(keyword)!r} in cache={text!r}."
+                ) from None
+        if call.args:
+            raise ConfigError(
+                f"Expected name=value, received {ast.unparse(call.args[0])!r} in cache={text!r}."
+            )
+        halves.append((call.func.id, arguments))
+    return halves
 
 
 def _known(arguments: dict[str, Any], owner: str, known: list[str]) -> dict[str, Any]:

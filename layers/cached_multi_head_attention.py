@@ -14,8 +14,11 @@ from tfkv.layers.cache_spec import CacheSpec
 from tfkv.layers.cache_view import CacheView
 from tfkv.layers.codecs import CODECS, CacheCodec, Coded
 from tfkv.layers.dense_store import DenseStore, State
+from tfkv.layers.evicting_store import Asked, EvictingStore, Weighing
 from tfkv.layers.positions import consecutive_positions, first_position
+from tfkv.layers.ragged_store import RaggedStore
 from tfkv.layers.rotary import look_from, rotary_angles, rotate
+from tfkv.layers.stores import make_store
 
 #: How a chunk that was never stored is written.
 _FLOAT32 = CODECS["float32"]
@@ -62,6 +65,8 @@ class CachedMultiHeadAttention(keras.layers.Layer):
         training: Whether the call is part of training, which has no state.
         mask: bool ``[B, T]``, False = padding; Keras fills it in from a layer that makes
             one.
+        keep: bool ``[B, T]``, False = a token that the chunk sees, and nothing after it; for a
+            policy that evicts.
 
     Returns:
         ``(output, state)``: ``[B, T, D]`` in the compute dtype, and the state after the
@@ -111,7 +116,8 @@ class CachedMultiHeadAttention(keras.layers.Layer):
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
         self.supports_masking = True
         self._check()
-        self.store = DenseStore(cache, self.num_key_value_heads, key_dim, capacity, slack)
+        group = num_heads // self.num_key_value_heads
+        self.store = make_store(cache, self.num_key_value_heads, key_dim, capacity, slack, group)
         self.cache = self.store.cache
 
     def _check(self) -> None:
@@ -172,6 +178,7 @@ class CachedMultiHeadAttention(keras.layers.Layer):
         state: State | None = None,
         training: bool = False,
         mask: tf.Tensor | None = None,
+        keep: tf.Tensor | None = None,
     ) -> tuple[tf.Tensor, State]:
         # Keras models have no place for a None among their outputs, hence the empty state.
         if training and state:
@@ -183,24 +190,111 @@ class CachedMultiHeadAttention(keras.layers.Layer):
         mask = getattr(x, "_keras_mask", None) if mask is None else mask
         x = tf.cast(x, self.compute_dtype)
         positions = self._positions(x, positions, state, mask)
+        if not (state and self.cache.policy.evicts):
+            if keep is not None:
+                raise CacheError(
+                    "`keep` needs a state, and a policy that evicts. Received: "
+                    f"cache={str(self.cache)!r}. Choose 'recent_tokens', for example."
+                )
+            return self._advance(x, positions, state)
+        outputs = []
+        for piece in self._pieces(x):
+            state = self._evicting.make_room(state, positions[:, piece], self.weighing())
+            output, state = self._advance(x[:, piece], positions[:, piece], state)
+            if keep is not None:
+                hidden = tf.where(keep[:, piece], -1, positions[:, piece])
+                state = self._evicting.hide(state, hidden)
+            outputs.append(output)
+        return tf.concat(outputs, axis=1), state
+
+    @property
+    def _evicting(self) -> EvictingStore | RaggedStore:
+        """The store of a policy that evicts."""
+        if isinstance(self.store, DenseStore) and not isinstance(self.store, EvictingStore):
+            raise CacheError(
+                f"Only a policy that evicts does this. Received: cache={str(self.cache)!r}."
+            )
+        return self.store
+
+    def _pieces(self, x: tf.Tensor) -> list[slice]:
+        """Pieces of a chunk for which there can always be made room."""
+        width, most = x.shape[1], self._evicting.longest_chunk
+        if width is None:
+            raise CacheError(
+                "A chunk must have a static width where the policy evicts. Received: "
+                f"x.shape={x.shape} and cache={str(self.cache)!r}."
+            )
+        return [slice(first, min(first + most, width)) for first in range(0, width, most)]
+
+    def weighing(self) -> Weighing:
+        """What an `EvictingStore` needs of this layer."""
+        kernel = tf.cast(tf.convert_to_tensor(self.attention_output.kernel), tf.float32)
+        heads = self.num_key_value_heads
+        shape = [heads, self.num_heads // heads, *kernel.shape[1:]]
+        return Weighing(tf.reshape(kernel, shape), self.rope_max_wavelength)
+
+    def evict(self, state: State) -> State:
+        """The state with no more entries than the policy's budget, as after a prompt.
+
+        Raises:
+            CacheError: The policy does not evict.
+        """
+        return self._evicting.evict(state, self.weighing())
+
+    def worth(self, state: State) -> tf.Tensor:
+        """What the policy thinks of each entry, float32 ``[B, K, S]``; the highest stays."""
+        return self._evicting.worth(state, self.weighing())
+
+    def _advance(
+        self, x: tf.Tensor, positions: tf.Tensor, state: State | None
+    ) -> tuple[tf.Tensor, State]:
+        """One chunk, for which there is room."""
         # A weight of 0 does not silence what is not finite.
         x = tf.where((positions >= 0)[..., tf.newaxis], x, tf.zeros_like(x))
         queries, keys, values = self._project_in(x, positions)
         codec = self.cache.codec if state else _FLOAT32
         exact = (keys, values)
-        keys, values = codec.keys.encode(keys), codec.values.encode(values)
-        if state and codec.recent:
-            part = self._attend_mixed(queries, positions, exact, (keys, values), state)
+        coded = codec.keys.encode(keys), codec.values.encode(values)
+        if not state:
+            part = self._attend(queries, positions, *coded, positions, codec)
         else:
-            part = self._attend(queries, positions, keys, values, positions, codec)
-            if state:
-                view = self.store.view(state, before=first_position(positions))
-                old = self._attend(queries, positions, *view, codec)
-                part = attention.merge(old, part)
+            seen = [
+                self._attend_stored(
+                    queries[:, heads],
+                    positions,
+                    (exact[0][:, heads], exact[1][:, heads]),
+                    (_of_heads(coded[0], heads), _of_heads(coded[1], heads)),
+                    store,
+                    own,
+                )
+                for store, heads, own in self.store.parts(state)
+            ]
+            part = attention.Partial(
+                *(tf.concat(fields, axis=1) for fields in zip(*seen, strict=True))
+            )
         mixed = attention.ungroup_output(attention.normalize(part), self.num_heads)
         if state:
-            state = self.store.write(state, positions, keys, values, after=mixed, exact=exact)
+            state = self.store.write(state, positions, *coded, after=mixed, exact=exact)
+            if self.cache.policy.evicts:
+                state = self._evicting.observe(state, Asked(queries, positions))
         return self.attention_output(tf.cast(mixed, self.compute_dtype)), state or {}
+
+    def _attend_stored(
+        self,
+        queries: tf.Tensor,
+        positions: tf.Tensor,
+        exact: tuple[tf.Tensor, tf.Tensor],
+        coded: tuple[Coded, Coded],
+        store: DenseStore,
+        state: State,
+    ) -> attention.Partial:
+        """Attention of a chunk over what is stored, and over itself."""
+        codec, before = self.cache.codec, first_position(positions)
+        if codec.recent:
+            return self._attend_mixed(queries, positions, exact, coded, store, state)
+        part = self._attend(queries, positions, *coded, positions, codec)
+        view = store.view(state, before)
+        return attention.merge(self._attend(queries, positions, *view, codec), part)
 
     def _attend_mixed(
         self,
@@ -208,19 +302,21 @@ class CachedMultiHeadAttention(keras.layers.Layer):
         positions: tf.Tensor,
         exact: tuple[tf.Tensor, tf.Tensor],
         coded: tuple[Coded, Coded],
+        store: DenseStore,
         state: State,
     ) -> attention.Partial:
         """Attention where the codec keeps the newest tokens exactly: each token is read from
         one of the two, by its distance from the query."""
         codec, before = self.cache.codec, first_position(positions)
-        main, kept = self.store.view(state, before), self.store.exact_view(state, before)
-        there = self.store.kept_exactly(state, main.positions)
-        old = masks.exact(positions, main.positions, codec.recent, codec.sinks)
+        main, kept = store.view(state, before), store.exact_view(state, before)
+        there = store.kept_exactly(state, main.positions)
+        asked = positions if main.positions.shape.rank == 2 else positions[:, tf.newaxis]
+        old = masks.exact(asked, main.positions, codec.recent, codec.sinks)
         near = masks.exact(positions, kept.positions, codec.recent, codec.sinks)
         here = masks.exact(positions, positions, codec.recent, codec.sinks)
         new = CacheView({"codes": exact[0]}, {"codes": exact[1]}, positions)
         parts = [
-            self._attend(queries, positions, *main, codec, ~(old & there[:, tf.newaxis])),
+            self._attend(queries, positions, *main, codec, ~(old & there[..., tf.newaxis, :])),
             self._attend(queries, positions, *kept, _FLOAT32, near),
             self._attend(queries, positions, *new, _FLOAT32, here),
             self._attend(queries, positions, *CacheView(*coded, positions), codec, ~here),
@@ -266,8 +362,9 @@ class CachedMultiHeadAttention(keras.layers.Layer):
         also: tf.Tensor | bool = True,
     ) -> attention.Partial:
         policy = self.cache.policy
-        first_visible = policy.first_visible(positions)
-        mask = masks.visible(positions, key_positions, first_visible, policy.sinks) & also
+        asked = positions if key_positions.shape.rank == 2 else positions[:, tf.newaxis]
+        first_visible = policy.first_visible(asked)
+        mask = masks.visible(asked, key_positions, first_visible, policy.sinks) & also
         if policy.furthest is None or self.rope_max_wavelength is None:
             return attention.attend(queries, keys, values, mask, codec)
         sink = (key_positions < policy.sinks)[:, tf.newaxis]
@@ -290,6 +387,11 @@ class CachedMultiHeadAttention(keras.layers.Layer):
             "use_bias": self.use_bias,
             "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
         }
+
+
+def _of_heads(coded: Coded, heads: slice) -> Coded:
+    """The code of some KV heads."""
+    return {name: part[:, heads] for name, part in coded.items()}
 
 
 def _require_tensorflow() -> None:

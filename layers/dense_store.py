@@ -19,8 +19,16 @@ _EXACT = ("exact/keys", "exact/values")
 State = dict[str, tf.Tensor]
 
 
-class _Plan(NamedTuple):
-    """What one write does: see `DenseStore._plan`."""
+class Plan(NamedTuple):
+    """What one write does, each ``[B]`` or ``[B, T]``.
+
+    Attributes:
+        kept: int32, positions of the tokens that are written; −1 = not written.
+        entries: int32, where; −1 = nowhere.
+        filled: int32, tokens the session holds then.
+        reached: int32, one past the highest position ever written.
+        dropped: int32, tokens refused so far.
+    """
 
     kept: tf.Tensor
     entries: tf.Tensor
@@ -126,6 +134,11 @@ class DenseStore:
         """Bytes of one row of the state; exact."""
         return sum(spec.shape.num_elements() * spec.dtype.size for spec in self.spec(1).values())
 
+    def parts(self, state: State) -> list[tuple[DenseStore, slice, State]]:
+        """Each store, the KV heads that are its own, and its state: a layer whose heads differ
+        has several."""
+        return [(self, slice(None), state)]
+
     def view(self, state: State, before: tf.Tensor | None = None) -> CacheView:
         """What attention reads.
 
@@ -144,8 +157,9 @@ class DenseStore:
         return CacheView(keys, values, positions)
 
     def kept_exactly(self, state: State, positions: tf.Tensor) -> tf.Tensor:
-        """Whether `exact_view` has the tokens at ``positions [B, S]``; bool."""
-        return self.exact_layout.keeps(positions, state["reached"][:, tf.newaxis])
+        """Whether `exact_view` has the tokens at ``positions [B, ..., S]``; bool."""
+        reached = tf.reshape(state["reached"], [-1, *[1] * (positions.shape.rank - 1)])
+        return self.exact_layout.keeps(positions, reached)
 
     @staticmethod
     def _held(state: State, layout: EntryLayout, before: tf.Tensor | None) -> tf.Tensor:
@@ -195,13 +209,19 @@ class DenseStore:
         for side, coded in (("keys", keys), ("values", values)):
             for name, part in coded.items():
                 key = f"{side}/{name}"
-                new[key] = _scatter(state[key], slots, sources, writes, part)
+                new[key] = scatter(state[key], slots, sources, writes, part)
+        new |= self._beside(state, plan)
         if exact is not None and self.exact_layout.entries:
             entries = _newest(plan.kept, plan.filled, self.exact_layout)
             slots, sources, writes = self._slots(entries, self.exact_layout.entries)
             for key, part in zip(_EXACT, exact, strict=True):
-                new[key] = _scatter(state[key], slots, sources, writes, part)
+                new[key] = scatter(state[key], slots, sources, writes, part)
         return new
+
+    def _beside(self, state: State, plan: Plan) -> State:
+        """What a kind of store keeps beside keys, values and counts, after a write."""
+        del state, plan
+        return {}
 
     def reorder(self, state: State, rows: tf.Tensor) -> State:
         """The state whose row b was row ``rows[b]``: for beams and forks."""
@@ -211,23 +231,21 @@ class DenseStore:
         parts = self.cache.codec.sides()[side].spec(self.head_dim)
         return {name: state[f"{side}/{name}"] for name in parts}
 
-    def _plan(self, state: State, positions: tf.Tensor, sound: tf.Tensor) -> _Plan:
+    def _plan(self, state: State, positions: tf.Tensor, sound: tf.Tensor) -> Plan:
         """Entry of each token, −1 = nowhere, and the counts after the write."""
         filled, reached = state["filled"], state["reached"]
         given = positions >= 0
         tokens = tf.reduce_sum(tf.cast(given, tf.int32), axis=1)
         start = first_position(positions)
         in_row = tf.reduce_all(~given | (positions - start[:, tf.newaxis] == ranks(given)), axis=1)
-        follows = sound & in_row & (start <= filled)
-        if self.rollback >= 0:
-            follows &= (start >= reached - self.rollback) | (reached <= self.layout.entries)
+        follows = sound & in_row & (start <= filled) & self._intact(state, start)
         kept = given & follows[:, tf.newaxis]
         if self.capacity >= 0:
             kept &= positions < self.capacity
         added = tf.reduce_sum(tf.cast(kept, tf.int32), axis=1)
         end = tf.where(added > 0, start + added, filled)
         taken = tf.where(kept, positions, -1)
-        return _Plan(
+        return Plan(
             kept=taken,
             entries=_newest(taken, end, self.layout),
             filled=end,
@@ -235,11 +253,18 @@ class DenseStore:
             dropped=state["dropped"] + tokens - added,
         )
 
+    def _intact(self, state: State, start: tf.Tensor) -> tf.Tensor | bool:
+        """Rows whose tokens before ``start [B]`` are all there that a query sees; bool ``[B]``."""
+        if self.rollback < 0:
+            return True
+        reached = state["reached"]
+        return (start >= reached - self.rollback) | (reached <= self.layout.entries)
+
     def _slots(self, entries: tf.Tensor, count: int) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """Where each token goes among all `count` entries of all rows, always within bounds.
 
         Scatter outside XLA fails on an index out of bounds and inside XLA does not, so a
-        token that goes nowhere repeats another write of its row; `_scatter` writes back
+        token that goes nowhere repeats another write of its row; `scatter` writes back
         what was there where the row writes nothing at all.
 
         Returns:
@@ -256,7 +281,7 @@ class DenseStore:
         return rows + entries[:, tf.newaxis, :], sources, tf.reduce_any(writing, axis=1)
 
     def _refuse_dropped(
-        self, state: State, positions: tf.Tensor, plan: _Plan, sound: tf.Tensor
+        self, state: State, positions: tf.Tensor, plan: Plan, sound: tf.Tensor
     ) -> None:
         refused = (plan.dropped - state["dropped"]).numpy()
         if not refused.any():
@@ -293,7 +318,7 @@ def _sound(x: tf.Tensor) -> tf.Tensor:
     return ~tf.math.is_nan(tf.reduce_sum(x, axis=list(range(1, x.shape.rank))))
 
 
-def _scatter(
+def scatter(
     stored: tf.Tensor, slots: tf.Tensor, sources: tf.Tensor, writes: tf.Tensor, part: tf.Tensor
 ) -> tf.Tensor:
     """``stored [B, K, S, ...]`` with tokens `sources` of ``part [B, K, T, ...]`` at `slots`.

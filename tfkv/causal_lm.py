@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import keras
@@ -11,10 +11,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfkv.config import DecoderConfig
-from tfkv.errors import ModelSourceError
+from tfkv.errors import ConfigError, ModelSourceError
 from tfkv.layers.cache_spec import CacheSpec
 from tfkv.layers.decoder_block import DecoderBlock
 from tfkv.layers.dense_store import State
+from tfkv.layers.layer_caches import layer_caches
 from tfkv.layers.positions import consecutive_positions
 from tfkv.layers.rms_norm import RMSNorm
 
@@ -45,7 +46,8 @@ class CausalLM(keras.Model):
 
     Args:
         config: Architecture; a dict of its fields will do.
-        cache: What the cache keeps and how it is written, policy then codec.
+        cache: What the cache keeps and how it is written, policy then codec; or one for each
+            layer, as of `tfkv.layers.layer_caches`.
         capacity: Most tokens of a session, where the policy does not bound them; the
             model's context length where left out.
         slack: Tokens that a window keeps so that as many can be taken back.
@@ -72,7 +74,7 @@ class CausalLM(keras.Model):
     def __init__(
         self,
         config: DecoderConfig | Mapping[str, Any],
-        cache: CacheSpec | str = "dense+float32",
+        cache: CacheSpec | str | Sequence[CacheSpec | str] = "dense+float32",
         capacity: int | None = None,
         slack: int = 0,
         **kwargs: Any,
@@ -82,7 +84,7 @@ class CausalLM(keras.Model):
         if not isinstance(config, DecoderConfig):
             config = DecoderConfig.from_dict(dict(config))
         self.config = config
-        self.cache = CacheSpec.parse(cache)
+        self.caches = _of_layers(cache, config)
         self.capacity = config.context_length if capacity is None else capacity
         self.slack = slack
         self.token_embedding = keras.layers.Embedding(
@@ -119,7 +121,7 @@ class CausalLM(keras.Model):
             config.intermediate_dim,
             config.rope_max_wavelength,
             config.rms_epsilon,
-            self.cache,
+            self.caches[index],
             self.capacity,
             self.slack,
             dtype=self.dtype_policy,
@@ -150,6 +152,14 @@ class CausalLM(keras.Model):
     def init_state(self, batch_size: int) -> list[State]:
         """The state of empty sessions, one for each layer."""
         return [block.init_state(batch_size) for block in self.blocks]
+
+    def evict(self, state: list[State]) -> list[State]:
+        """The state with no more entries than the budgets of the layers that evict, as after a
+        prompt; other layers stay as they are."""
+        return [
+            block.attention.evict(own) if cache.policy.evicts else own
+            for block, cache, own in zip(self.blocks, self.caches, state, strict=True)
+        ]
 
     def bytes_per_session(self) -> int:
         """Bytes of cache that one session takes, counts and scales included; exact."""
@@ -263,12 +273,26 @@ class CausalLM(keras.Model):
             weight.assign(weights[name])
 
     def get_config(self) -> dict[str, Any]:
+        caches = [str(cache) for cache in self.caches]
         return {
             "name": self.name,
             "trainable": self.trainable,
             "dtype": keras.dtype_policies.serialize(self.dtype_policy),
             "config": self.config.to_dict(),
-            "cache": str(self.cache),
+            "cache": caches[0] if len(set(caches)) == 1 else caches,
             "capacity": self.capacity,
             "slack": self.slack,
         }
+
+
+def _of_layers(
+    cache: CacheSpec | str | Sequence[CacheSpec | str], config: DecoderConfig
+) -> list[CacheSpec]:
+    if isinstance(cache, (str, CacheSpec)):
+        return layer_caches(cache, config.num_layers, config.num_key_value_heads)
+    if len(cache) != config.num_layers:
+        raise ConfigError(
+            f"`cache` must be one cache, or one for each of {config.num_layers} layers. "
+            f"Received: {len(cache)} caches."
+        )
+    return [CacheSpec.parse(one) for one in cache]

@@ -58,6 +58,20 @@ class ModelReader:
         logits, self._state = self._step(ids, tf.constant(position), self._state)
         return logits
 
+    def state_after(self, tokens: np.ndarray, piece: int = 64) -> Any:
+        """The state of one session that has read ``tokens [S]``, in pieces."""
+        self.start()
+        for first in range(0, len(tokens), piece):
+            row = np.full([piece], -1, np.int32)
+            given = tokens[first : first + piece]
+            row[: len(given)] = given
+            self.read(row, first)
+        return self._state
+
+    def go_on(self, state: Any) -> None:
+        """Reads on from a state."""
+        self._state = state
+
     def _run(self, ids: tf.Tensor, position: tf.Tensor, state: Any) -> tuple[tf.Tensor, Any]:
         positions = (position + tf.range(ids.shape[1]))[tf.newaxis]
         logits, state = self._model(ids, positions=positions, state=state)

@@ -4,10 +4,31 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from typing import Protocol, Self
 
 import tensorflow as tf
 
 from tfkv.layers.entry_layout import EntryLayout
+
+
+class BudgetTables(Protocol):
+    """How a calibration shares budgets out between the KV heads of a model."""
+
+    def shares(self, table: str, budget: int) -> list[list[float]]:
+        """What share of all entries each KV head of each layer is worth, ``[L][K]``, where
+        they keep `budget` entries in the mean.
+
+        Raises:
+            ConfigError: There is no such table.
+        """
+
+    def budgets(self, table: str, budget: int, guarded: int) -> list[list[int]]:
+        """Entries of each KV head of each layer, ``[L][K]``: `budget` in the mean, to the
+        entry, and no less than `guarded` in each.
+
+        Raises:
+            ConfigError: There is no such table.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,11 +43,13 @@ class CachePolicy(abc.ABC):
         shareable: Whether a stored page depends on the tokens before it alone, so that
             sessions may share it.
         chunk_invariant: Whether the result is the same however the prompt is cut.
+        evicts: Whether it is an `EvictingPolicy`.
     """
 
     name = ""
     shareable = True
     chunk_invariant = True
+    evicts = False
 
     @abc.abstractmethod
     def layout(self, capacity: int, slack: int, page_size: int = 1) -> EntryLayout:
@@ -60,6 +83,18 @@ class CachePolicy(abc.ABC):
         """Whether the session may outgrow its entries without losing what it needs."""
         return False
 
+    def at_layer(self, layer: int, layers: int, heads: int, tables: BudgetTables | None) -> Self:
+        """The policy of one layer of a model, where layers differ.
+
+        Args:
+            layer: Which.
+            layers: Number of layers (axis L).
+            heads: KV heads (axis K).
+            tables: A calibration of the model.
+        """
+        del layer, layers, heads, tables
+        return self
+
     def rollback(self, layout: EntryLayout) -> int:
         """Tokens that can be taken back; −1 = all."""
         del layout
@@ -68,7 +103,7 @@ class CachePolicy(abc.ABC):
     def __str__(self) -> str:
         defaults = {f.name: f.default for f in dataclasses.fields(self)}
         given = [
-            f"{name}={getattr(self, name)}"
+            f"{name}={getattr(self, name)!r}".replace(" ", "")
             for name, default in defaults.items()
             if getattr(self, name) != default
         ]

@@ -1,0 +1,73 @@
+"""The cache of each layer of a model: one string, exceptions, and what a calibration adds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from tfkv.errors import ConfigError
+from tfkv.layers.cache_spec import CacheSpec
+from tfkv.layers.policies.cache_policy import BudgetTables
+
+
+def layer_caches(
+    cache: CacheSpec | str,
+    layers: int,
+    heads: int,
+    exceptions: Sequence[str] = (),
+    tables: BudgetTables | None = None,
+) -> list[CacheSpec]:
+    """What each layer keeps.
+
+    Args:
+        cache: Of all layers but the exceptions.
+        layers: Number of layers (axis L).
+        heads: KV heads (axis K).
+        exceptions: ``"0-1=int8"``: layers 0 and 1; ``"3,5-7=sliding_window(window=512)"``. One
+            that names a policy alone keeps the codec, and the other way round. Later ones win.
+        tables: A calibration, for policies whose `caps` name a table of it.
+
+    Raises:
+        ConfigError: An exception cannot be read or names a layer that is not there, or a
+            calibration is needed and none was given.
+
+    Example:
+        >>> [str(c) for c in layer_caches("k4v4", 3, 2, ["0=int8"])]
+        ['dense+int8', 'dense+k4v4', 'dense+k4v4']
+    """
+    specs = [CacheSpec.parse(cache)] * layers
+    for text in exceptions:
+        numbers, equals, other = text.partition("=")
+        if not equals:
+            raise ConfigError(f"Expected layers=cache, such as '0-1=int8'. Received: {text!r}.")
+        for layer in _layers(numbers, layers, text):
+            specs[layer] = specs[layer].changed(other)
+    return [_at_layer(spec, layer, layers, heads, tables) for layer, spec in enumerate(specs)]
+
+
+def _at_layer(
+    spec: CacheSpec, layer: int, layers: int, heads: int, tables: BudgetTables | None
+) -> CacheSpec:
+    policy = spec.policy.at_layer(layer, layers, heads, tables)
+    if getattr(policy, "caps", ""):
+        raise ConfigError(
+            f"{policy.name!r} shares its budget out by table {policy.caps!r} of a calibration. "  # type: ignore[attr-defined]
+            "Make one with `tfkv calibrate` and pass it, or give caps='' for equal budgets."
+        )
+    return dataclasses.replace(spec, policy=policy)
+
+
+def _layers(numbers: str, count: int, text: str) -> list[int]:
+    found: list[int] = []
+    for part in numbers.split(","):
+        first, dash, last = (piece.strip() for piece in part.partition("-"))
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise ConfigError(f"Expected layers=cache, such as '0-1=int8'. Received: {text!r}.")
+        span = range(int(first), int(last if dash else first) + 1)
+        if not span or span[-1] >= count:
+            raise ConfigError(
+                f"The model has layers 0 to {count - 1}. Received: layers {part.strip()!r} in "
+                f"{text!r}."
+            )
+        found += span
+    return found
