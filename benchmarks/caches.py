@@ -45,8 +45,9 @@ def long_run(say: Say) -> Measured:
     """Tokens read far beyond the trained context with a finite perplexity, in constant memory."""
     import numpy as np
 
-    from tfkv.evaluation import EngineReader, perplexity, teacher_forced_logits
+    from tfkv.evaluation import perplexity, teacher_forced_logits
     from tfkv.export import Engine
+    from tfkv.export.engine_reader import EngineReader
 
     source, piece = texts.model(), 64
     text = texts.real_text()[:20_032]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tfkv.export.cache_eval import evaluate_caches
+    from tfkv.export.calibrating import calibrate_model
     from tfkv.export.engine import Engine
     from tfkv.export.exporter import export
     from tfkv.export.planner import MemoryPlan, plan_memory
@@ -24,6 +25,7 @@ __all__ = [
     "Engine",
     "LoadedArtifact",
     "MemoryPlan",
+    "calibrate_model",
     "evaluate_caches",
     "export",
     "plan_memory",
@@ -33,6 +35,7 @@ _HOMES = {
     "Engine": "engine",
     "LoadedArtifact": "verification",
     "MemoryPlan": "planner",
+    "calibrate_model": "calibrating",
     "evaluate_caches": "cache_eval",
     "export": "exporter",
     "plan_memory": "planner",

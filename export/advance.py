@@ -13,6 +13,7 @@ from tfkv.errors import Finish, Status
 from tfkv.export.decoder import Fresh, PackedDecoder, Reading, Weights
 from tfkv.export.exact_tail import Tails
 from tfkv.export.history import History
+from tfkv.export.kept_tokens import Evicted
 from tfkv.export.page_pool import Parts
 from tfkv.export.page_table import Found, PageTable
 from tfkv.export.plan import Plan, PrefillBudget, Remembered, make_plan
@@ -122,17 +123,20 @@ class Advance:
         tokens_at = self.history.reader()
         weights = self.decoder.read_weights()
         shared = tf.where(found.filled > before, found.filled, 0)
-        tails = self.decoder.tail.tails(slot, admission.fresh, shared, stored.reached)
+        tails = self.decoder.tail.tails(slot, admission.fresh, shared, stored.reached, stored.floor)
         self.decoder.tail.begin(slot, tails.since)
         table = tf.where(works[:, tf.newaxis], grant.rows, 0)
         parts = self.decoder.pool.copy(self.decoder.read_cache(), grant.copy_from, table)
-        parts, scores = self._prefill(weights, parts, request, plan, tails, table, tokens_at)
-        parts, made = self._decode(weights, parts, request, plan, tails, table, tokens_at)
+        parts = self.decoder.kept.begin(parts, slot, admission.fresh)
+        parts, scores, tails = self._prefill(weights, parts, request, plan, tails, table, tokens_at)
+        parts, made, tails = self._decode(weights, parts, request, plan, tails, table, tokens_at)
         self.decoder.assign_cache(parts)
         answer = self._answer(request, plan, stored, made, scores)
-        filled = self._publish(plan, slot, stored, made, answer, scores)
+        filled = self._publish(plan, slot, stored, made, answer, scores, tails.floor)
         said = tf.gather(self.history.tokens.read(), slot)
-        self.table.assign(self.table.settle(grant, filled, slot, admission.tenant, said))
+        self.table.assign(
+            self.table.settle(grant, filled, slot, admission.tenant, said, tails.floor)
+        )
         return answer, Work(plan, found, tf.where(works, found.filled - before, 0), grant.evicted)
 
     @staticmethod
@@ -160,7 +164,7 @@ class Advance:
         tails: Tails,
         table: tf.Tensor,
         tokens_at: Callable[[tf.Tensor, tf.Tensor], tf.Tensor],
-    ) -> tuple[Parts, tf.Tensor]:
+    ) -> tuple[Parts, tf.Tensor, Tails]:
         """Fills keys, one piece of one row at a time; also logprobs where rows want them."""
         slot = tails.slot
         piece = self.prefill_piece
@@ -169,13 +173,20 @@ class Advance:
         ends = tf.cumsum(pieces)
         scores = tf.fill([rows, width + 1], NO_LOGPROB)
 
-        def body(index: tf.Tensor, parts: Parts, scores: tf.Tensor) -> tuple:
+        def body(index: tf.Tensor, parts: Parts, scores: tf.Tensor, floor: tf.Tensor) -> tuple:
             row = tf.reduce_sum(tf.cast(index >= ends, tf.int32))
             done = (index - tf.gather(ends - pieces, row)) * piece
             start = tf.gather(plan.start, row) + done
             places = start + tf.range(piece)
             live = places < tf.gather(plan.start + plan.fill, row)
             tokens = tokens_at(tf.gather(slot, row), places)
+            mine = tails._replace(floor=floor)
+            mine = Tails(*(tf.gather(field, row)[tf.newaxis] for field in mine))
+            count = tf.reduce_sum(tf.cast(live, tf.int32))[tf.newaxis]
+            asks = Evicted(
+                mine.slot, tf.gather(table, row)[tf.newaxis], mine.floor, start[tf.newaxis]
+            )
+            parts, low = self.decoder.make_room(weights, parts, asks, count, reads_on=True)
             hidden, parts = self.decoder.prefill_piece(
                 weights,
                 parts,
@@ -184,7 +195,7 @@ class Advance:
                 tf.gather(table, row),
                 start,
                 tf.gather(plan.filled, row),
-                Tails(*(tf.gather(field, row)[tf.newaxis] for field in tails)),
+                mine._replace(floor=low),
             )
             follow = tokens_at(tf.gather(slot, row), places + 1)
             logprobs = tf.cond(
@@ -199,12 +210,12 @@ class Advance:
             column = tf.where(fits, column, width)
             where = tf.stack([tf.fill([piece], row), column], axis=1)
             marked = tf.tensor_scatter_nd_update(scores, where, logprobs)
-            return index + 1, parts, keep_shape(marked, scores)
+            floor = tf.where(tf.range(rows) == row, low, floor)
+            return index + 1, parts, keep_shape(marked, scores), floor
 
-        _, parts, scores = tf.while_loop(
-            lambda index, *_: index < ends[-1], body, (tf.constant(0), parts, scores)
-        )
-        return parts, scores[:, :width]
+        state = (tf.constant(0), parts, scores, tails.floor)
+        _, parts, scores, floor = tf.while_loop(lambda index, *_: index < ends[-1], body, state)
+        return parts, scores[:, :width], tails._replace(floor=floor)
 
     def _decode(
         self,
@@ -215,13 +226,16 @@ class Advance:
         tails: Tails,
         table: tf.Tensor,
         tokens_at: Callable[[tf.Tensor, tf.Tensor], tf.Tensor],
-    ) -> tuple[Parts, Sampled]:
+    ) -> tuple[Parts, Sampled, Tails]:
         """Feeds the last held token, then each sampled one; writes their keys at the end."""
         decoder, chunk = self.decoder, self.engine.decode_chunk
         rows = shape_of(request.length)[0]
         start = plan.start + plan.fill
         busy = plan.steps > 0
-        scan = decoder.scan(table, start, busy)
+        asks = Evicted(tails.slot, table, tails.floor, start)
+        parts, floor = decoder.make_room(weights, parts, asks, plan.steps, reads_on=False)
+        tails = tails._replace(floor=floor)
+        scan = decoder.scan(table, start, floor, busy)
         params = samplers.SamplingParams(*(getattr(request, f) for f in _SAMPLING_FIELDS))
         columns = tf.range(chunk)
 
@@ -234,7 +248,7 @@ class Advance:
             reading = Reading(parts, queries_at, scan, tails)
 
             def attend(layer: tf.Tensor, q: tf.Tensor, k: tf.Tensor, v: tf.Tensor) -> Partial:
-                fresh = decoder.attend_step(loop.fresh, layer, Fresh(k, v), here, mask, q)
+                fresh = decoder.attend_step(loop.fresh, layer, (k, v), here, mask, q)
                 return decoder.attend_cache(reading, layer, q, fresh)
 
             x = tf.gather(weights.embedding, loop.token)[:, tf.newaxis]
@@ -267,7 +281,7 @@ class Advance:
         places = tf.where(written, start[:, tf.newaxis] + columns, -1)
         parts = decoder.commit(parts, loop.fresh, table, places, plan.filled, tails.slot)
         tokens = tf.where(request.wants_logits[:, tf.newaxis], -1, loop.made.tokens)
-        return parts, loop.made._replace(tokens=tokens)
+        return parts, loop.made._replace(tokens=tokens), tails
 
     @staticmethod
     def _after_step(
@@ -373,6 +387,7 @@ class Advance:
         made: Sampled,
         answer: Answer,
         scores: tf.Tensor,
+        floor: tf.Tensor,
     ) -> tf.Tensor:
         """Makes the computed tokens part of their sessions; rows of no session go to the spare.
 
@@ -392,7 +407,7 @@ class Advance:
         filled = tf.maximum(stored.filled, plan.start + plan.fill + made.fed)
         held = answer.position
         filled = tf.minimum(filled, held)
-        self.history.publish(slot, held, filled, tf.maximum(stored.reached, held))
+        self.history.publish(slot, held, filled, tf.maximum(stored.reached, held), floor)
         return filled
 
 

@@ -84,7 +84,7 @@ class AttentionProbe:
         weights = decoder.read_weights()
         queries_at = position[:, tf.newaxis]
         angles = decoder.angles(queries_at)
-        scan = decoder.scan(table, tf.maximum(position, 0), position >= 0)
+        scan = decoder.scan(table, tf.maximum(position, 0), tails.floor, position >= 0)
         reading = Reading(decoder.read_cache(), queries_at, scan, tails)
         mask = decoder.geometry.mask(queries_at, queries_at)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import pathlib
 from collections.abc import Callable, Sequence
@@ -11,12 +12,16 @@ import numpy as np
 
 from tfkv import sample_text
 from tfkv.cache_report import CacheScore, Progress, Report, evaluate
+from tfkv.calibration import Calibration
 from tfkv.config import EngineConfig
-from tfkv.errors import ConfigError
-from tfkv.evaluation import Comparison, EngineReader, compare_caches
+from tfkv.evaluation import Comparison, compare_caches
+from tfkv.export import model_text
 from tfkv.export.engine import PREFILL_PIECE, Engine
+from tfkv.export.engine_reader import EngineReader
+from tfkv.export.exporter import with_budgets
 from tfkv.export.importers import ModelSource, load
 from tfkv.layers.cache_spec import CacheSpec
+from tfkv.layers.policies import EvictingPolicy, RandomEviction, RecentTokens
 
 _FULL = "dense+float32"
 
@@ -29,6 +34,7 @@ def evaluate_caches(
     tokens: int = 2048,
     passages: int = 4,
     baselines: bool = True,
+    calibration: Calibration | str | pathlib.Path | None = None,
     progress: Progress = lambda *_: None,
 ) -> list[CacheScore]:
     """Compares caches with the full float32 one on real text, and writes a report.
@@ -45,7 +51,9 @@ def evaluate_caches(
         tokens: Of a passage.
         passages: How many, spread evenly over the text.
         baselines: Whether to measure windows of as many bytes as each cache that forgets
-            nothing, without and with sinks: what a codec has to beat.
+            nothing, without and with sinks: what a codec has to beat; and for each policy that
+            evicts, to evict at random and to keep the newest, on the same budget.
+        calibration: As of `tfkv.export.export`.
         progress: Called with ``"caches"``, caches done and caches in all.
 
     Returns:
@@ -55,22 +63,13 @@ def evaluate_caches(
         ConfigError: A cache is unknown, or the text is too short.
         ModelSourceError: The source cannot be read, or has no tokenizer.
     """
-    from tokenizers import Tokenizer
-
     specs = [str(CacheSpec.parse(cache)) for cache in caches]
     model = load(source)
-    if model.tokenizer_json is None:
-        raise ConfigError("`source` has no tokenizer, so text cannot be read through it.")
     whole = sample_text.language_reference() if text is None else text
-    ids = np.array(Tokenizer.from_str(model.tokenizer_json).encode(whole).ids, np.int32)
-    if not PREFILL_PIECE <= tokens <= model.config.context_length or passages < 1:
-        raise ConfigError(
-            f"`tokens` must be from {PREFILL_PIECE} to {model.config.context_length}, and "
-            f"`passages` at least 1. Received: tokens={tokens}, passages={passages}."
-        )
-    read = sample_text.passages(ids, passages, tokens)
+    read = model_text.passages(model, whole, passages, tokens)
     if baselines:
         specs += [w for spec in specs for w in _windows(spec, model.config.head_dim, tokens)]
+        specs += [other for spec in specs for other in _plain_evictions(spec)]
     setting = {
         "model": model.description,
         "text": "Python's language reference" if text is None else "given",
@@ -79,17 +78,20 @@ def evaluate_caches(
         "passages": passages,
     }
     report, unlike = Report(out, setting), list(dict.fromkeys(specs))
-    return evaluate(unlike, report, against_full(model, read), PREFILL_PIECE, progress)
+    return evaluate(unlike, report, against_full(model, read, calibration), PREFILL_PIECE, progress)
 
 
 def against_full(
-    model: ModelSource, read: Sequence[np.ndarray]
+    model: ModelSource,
+    read: Sequence[np.ndarray],
+    calibration: Calibration | str | pathlib.Path | None = None,
 ) -> Callable[[str], tuple[Comparison, float]]:
     """What compares a cache with the full float32 one, on the pages of an engine.
 
     Args:
         model: Architecture and weights.
         read: Passages of one length, token ids.
+        calibration: As of `tfkv.export.export`.
 
     Returns:
         A function of policy and codec: what the comparison found, and the bytes that a
@@ -99,18 +101,33 @@ def against_full(
 
     def engine(cache: str) -> Engine:
         config = EngineConfig(cache=cache, slots=1, capacity=max(tokens, 128), batch_sizes=(1,))
-        return Engine(model.config, model.weights, config)
+        return Engine(model.config, model.weights, with_budgets(model, config, calibration))
 
     full = EngineReader(engine(_FULL))
 
     def compare(cache: str) -> tuple[Comparison, float]:
         candidate = engine(cache)
+        policy = candidate.geometry.cache.policy
         entries = min(candidate.geometry.layout.entries, tokens)
+        if isinstance(policy, EvictingPolicy):
+            # On pages are the tokens since the last eviction.
+            entries = min(policy.interval, tokens)
         found = compare_caches(full, EngineReader(candidate), read, PREFILL_PIECE)
-        stored = candidate.bytes_per_token * entries + candidate.exact_bytes
+        stored = candidate.bytes_per_token * entries + candidate.beside_bytes
         return found, stored / tokens
 
     return compare
+
+
+def _plain_evictions(cache: str) -> list[str]:
+    """What a policy that evicts has to beat: at random, and all but the newest, on its budget."""
+    spec = CacheSpec.parse(cache)
+    policy = spec.policy
+    if not isinstance(policy, EvictingPolicy) or isinstance(policy, (RandomEviction, RecentTokens)):
+        return []
+    common = {name: getattr(policy, name) for name in ("budget", "sinks", "interval")}
+    plain = (RandomEviction(**common), RecentTokens(**common))
+    return [str(dataclasses.replace(spec, policy=one)) for one in plain]
 
 
 def _windows(cache: str, head_dim: int, tokens: int) -> list[str]:

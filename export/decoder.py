@@ -11,6 +11,7 @@ from tfkv.config import DecoderConfig
 from tfkv.export import page_scan
 from tfkv.export.exact_tail import ExactTail, Tails
 from tfkv.export.geometry import CacheGeometry
+from tfkv.export.kept_tokens import Evicted, KeptTokens
 from tfkv.export.packed_weights import PackedWeights
 from tfkv.export.page_pool import PagePool, Parts
 from tfkv.export.page_scan import PageList, PageScan
@@ -25,10 +26,17 @@ _FRESH = FloatCodec("float32")
 
 
 class Fresh(NamedTuple):
-    """Keys and values that are not on pages yet, each ``[L, B, K, T, H]``."""
+    """Of tokens that are not on pages yet.
+
+    Attributes:
+        keys: ``[L, B, K, T, H]``.
+        values: ``[L, B, K, T, H]``.
+        queries: ``[L, B, N, T, H]``, where a policy looks at them; else N is 0.
+    """
 
     keys: tf.Tensor
     values: tf.Tensor
+    queries: tf.Tensor
 
 
 class Reading(NamedTuple):
@@ -64,6 +72,7 @@ class PackedDecoder:
         weights: Packed weights.
         pool: Where keys and values lie.
         tail: What the codec keeps exactly beside them.
+        kept: What a policy that evicts has kept beside them.
         geometry: Which positions lie where, and who sees them.
         scan_pages: Pages read at once; the scan's cost follows live pages in such steps.
     """
@@ -74,6 +83,7 @@ class PackedDecoder:
         weights: PackedWeights,
         pool: PagePool,
         tail: ExactTail,
+        kept: KeptTokens,
         geometry: CacheGeometry,
         scan_pages: int,
     ) -> None:
@@ -81,6 +91,7 @@ class PackedDecoder:
         self.weights = weights
         self.pool = pool
         self.tail = tail
+        self.kept = kept
         self.geometry = geometry
         self.scan_pages = scan_pages
 
@@ -96,17 +107,21 @@ class PackedDecoder:
         )
 
     def read_cache(self) -> Parts:
-        """The pool, and what is kept exactly beside it, as tensors."""
-        return {**self.pool.read(), **({"exact": self.tail.read()} if self.tail.recent else {})}
+        """The pool, and what is kept beside it, as tensors."""
+        exact = {"exact": self.tail.read()} if self.tail.recent else {}
+        return {**self.pool.read(), **exact, **self.kept.read()}
 
     def assign_cache(self, parts: Parts) -> None:
         """Publishes what a computation wrote."""
         self.pool.assign(parts)
         self.tail.assign(parts.get("exact", {}))
+        self.kept.assign(parts)
 
-    def scan(self, table: tf.Tensor, start: tf.Tensor, reads: tf.Tensor) -> PageScan:
+    def scan(
+        self, table: tf.Tensor, start: tf.Tensor, floor: tf.Tensor, reads: tf.Tensor
+    ) -> PageScan:
         """The pages that rows read; see `page_scan.scan`."""
-        return page_scan.scan(self.geometry, table, start, reads, self.scan_pages)
+        return page_scan.scan(self.geometry, table, start, floor, reads, self.scan_pages)
 
     def attend_cache(
         self, reading: Reading, layer: tf.Tensor, queries: tf.Tensor, fresh: Partial
@@ -129,6 +144,8 @@ class PackedDecoder:
             reader = tf.gather(scan.common, tf.maximum(pages.owners, 0)) > column
             reader &= (pages.owners >= 0)[:, tf.newaxis]
             stored = keys[:, tf.newaxis] < scan.start[:, tf.newaxis]
+            if self.kept.evicts:
+                stored &= keys[:, tf.newaxis] >= scan.floor[:, tf.newaxis]
             visible = self.geometry.mask(positions, keys[:, tf.newaxis])
             visible &= (stored & reader[..., tf.newaxis])[:, :, tf.newaxis]
             every = tf.broadcast_to(keys[:, tf.newaxis], tf.shape(stored))
@@ -141,6 +158,8 @@ class PackedDecoder:
             owned = tf.maximum(pages.owners, 0)
             keys = pages.bases[:, tf.newaxis] + tf.range(size)
             stored = keys < tf.gather(scan.start, owned)[:, tf.newaxis]
+            if self.kept.evicts:
+                stored &= keys >= tf.gather(scan.floor, owned)[:, tf.newaxis]
             keys = tf.where(stored & (pages.owners >= 0)[:, tf.newaxis], keys, -1)
             asked_at = tf.gather(positions, owned)
             mask = self.geometry.mask(asked_at, keys)
@@ -155,9 +174,42 @@ class PackedDecoder:
         if queries.shape[0] != 1:
             seen = self._over(scan.shared, seen, of_several)
         seen = self._over(scan.own, seen, of_one)
+        if self.kept.evicts:
+            seen = self._attend_kept(reading, layer, prepared, seen)
         if not codec.rotate:
             return seen
         return attention.merge(fresh, seen._replace(output=codec.finish(seen.output)))
+
+    def _attend_kept(
+        self, reading: Reading, layer: tf.Tensor, prepared: tf.Tensor, seen: Partial
+    ) -> Partial:
+        """`seen`, and what a policy kept of the rows; the output unfinished."""
+        parts, positions, scan, tails = reading
+        kept, codec = self.kept, self.pool.codec
+        rows, heads, grouped, head_dim = shape_of(prepared)
+        step = self.scan_pages * heads
+        units = kept.units_to_read(layer, tails.slot, scan.floor, step)
+        asked_of = tf.reshape(prepared, [rows * heads, 1, grouped, head_dim])
+
+        def see(so_far: Partial, some: PageList) -> Partial:
+            owned = tf.maximum(some.owners, 0)
+            row = owned // heads
+            keys, values, held = kept.gather(parts, some.pages)
+            asked_at = tf.gather(positions, row)
+            mask = self.geometry.mask(asked_at, held)
+            of_owners = Tails(*(tf.gather(field, row) for field in tails))
+            mask &= self._coded(asked_at, held, tf.gather(scan.start, row), of_owners)
+            asked = tf.gather(asked_of, owned)
+            return attention.attend_owned(so_far, asked, keys, values, mask, codec, some.owners)
+
+        lead = [rows * heads, 1, grouped]
+        by_head = Partial(
+            tf.reshape(seen.peak, lead),
+            tf.reshape(seen.mass, lead),
+            tf.reshape(seen.output, [*lead, head_dim]),
+        )
+        by_head = self._over(units, by_head, see, step)
+        return Partial(*(tf.reshape(x, shape_of(y)) for x, y in zip(by_head, seen, strict=True)))
 
     def _attend_exact(self, reading: Reading, layer: tf.Tensor, queries: tf.Tensor) -> Partial:
         """Attention over the tokens that each query reads exactly."""
@@ -209,6 +261,43 @@ class PackedDecoder:
             seen = attention.merge(seen, part)
         return seen
 
+    def make_room(
+        self,
+        weights: Weights,
+        parts: Parts,
+        rows: Evicted,
+        count: tf.Tensor,
+        reads_on: bool,
+    ) -> tuple[Parts, tf.Tensor]:
+        """Evicts from rows that have no room for more, where the policy evicts.
+
+        Args:
+            weights: Of `read_weights`.
+            parts: The cache.
+            rows: Fields ``[B, ...]``.
+            count: int32 ``[B]``, tokens to come.
+            reads_on: Whether they are a piece of a prompt.
+
+        Returns:
+            The cache, and int32 ``[B]`` positions below which nothing is on pages any more.
+        """
+        if not self.kept.evicts:
+            return parts, rows.floor
+        due = self.kept.due(rows.floor, rows.start, count, reads_on)
+        order = tf.argsort(tf.cast(~due, tf.int32), stable=True)
+        output = weights.stacked["attention_output"]
+        pool = {side: parts[side] for side in ("keys", "values")}
+
+        def body(index: tf.Tensor, kept: Parts) -> tuple[tf.Tensor, Parts]:
+            row = Evicted(*(tf.gather(field, tf.gather(order, index)) for field in rows))
+            after = self.kept.evict({**pool, **kept}, row, output)
+            return index + 1, {name: after[name] for name in kept}
+
+        kept = {name: parts[name] for name in self.kept.variables}
+        times = tf.reduce_sum(tf.cast(due, tf.int32))
+        _, kept = tf.while_loop(lambda index, _: index < times, body, (tf.constant(0), kept))
+        return {**parts, **kept}, tf.where(due, rows.start, rows.floor)
+
     def _coded(
         self, queries: tf.Tensor, keys: tf.Tensor, start: tf.Tensor, tails: Tails
     ) -> tf.Tensor | bool:
@@ -225,9 +314,11 @@ class PackedDecoder:
         pages: PageList,
         so_far: Partial,
         see: Callable[[Partial, PageList], Partial],
+        step: int = 0,
     ) -> Partial:
-        """What rows have seen after all pages of a list, `scan_pages` of them at a time."""
-        step, shape = self.scan_pages, shape_of(so_far.output)
+        """What rows have seen after all pages of a list, `step` of them at a time; `scan_pages`
+        where left out."""
+        step, shape = step or self.scan_pages, shape_of(so_far.output)
 
         def flat(part: Partial) -> tuple[tf.Tensor, ...]:
             """What the loop carries: see `attention.concatenate_heads` for why it is flat."""
@@ -268,26 +359,28 @@ class PackedDecoder:
         angles = self.angles(positions)
 
         def body(
-            layer: tf.Tensor, x: tf.Tensor, keys: tf.TensorArray, values: tf.TensorArray
-        ) -> tuple[tf.Tensor, tf.Tensor, tf.TensorArray, tf.TensorArray]:
-            after, _, k, v = self.block(weights, layer, x, angles, attend)
-            return (
-                layer + 1,
-                keep_shape(after, x),
-                keys.write(layer, k),
-                values.write(layer, v),
-            )
+            layer: tf.Tensor, x: tf.Tensor, *made: tf.TensorArray
+        ) -> tuple[tf.Tensor | tf.TensorArray, ...]:
+            after, q, k, v = self.block(weights, layer, x, angles, attend)
+            new = (k, v, tf.reshape(q, [-1, *of_queries[1:]])) if observed else (k, v)
+            written = (array.write(layer, one) for array, one in zip(made, new, strict=True))
+            return (layer + 1, keep_shape(after, x), *written)
 
         rows, width, _ = x.shape
-        shape = [rows, self.config.num_key_value_heads, width, self.config.head_dim]
+        config, observed = self.config, self.kept.evicts and self.kept.window > 0
+        shape = [rows, config.num_key_value_heads, width, config.head_dim]
+        of_queries = [rows, config.num_query_heads, width, config.head_dim]
         made = [
-            tf.TensorArray(tf.float32, self.config.num_layers, element_shape=shape)
-            for _ in range(2)
+            tf.TensorArray(tf.float32, config.num_layers, element_shape=one)
+            for one in ((shape, shape, of_queries) if observed else (shape, shape))
         ]
-        _, x, keys, values = tf.while_loop(
-            lambda layer, *_: layer < self.config.num_layers, body, (tf.constant(0), x, *made)
+        _, x, *made = tf.while_loop(
+            lambda layer, *_: layer < config.num_layers, body, (tf.constant(0), x, *made)
         )
-        return x, Fresh(keys.stack(), values.stack())
+        keys, values, *queries = (array.stack() for array in made)
+        return x, Fresh(
+            keys, values, queries[0] if queries else self._no_queries(shape_of(x)[0], width)
+        )
 
     def angles(self, positions: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """What `block` rotates tokens at ``positions [A, T]`` by."""
@@ -347,13 +440,18 @@ class PackedDecoder:
         """Room for `width` tokens of `rows` rows."""
         c = self.config
         zeros = tf.zeros([c.num_layers, rows, c.num_key_value_heads, width, c.head_dim])
-        return Fresh(zeros, zeros)
+        return Fresh(zeros, zeros, self._no_queries(rows, width))
+
+    def _no_queries(self, rows: int | tf.Tensor, width: int) -> tf.Tensor:
+        c = self.config
+        heads = c.num_query_heads if self.kept.evicts and self.kept.window else 0
+        return tf.zeros([c.num_layers, rows, heads, width, c.head_dim])
 
     def attend_step(
         self,
         fresh: Fresh,
         layer: tf.Tensor,
-        new: Fresh,
+        new: tuple[tf.Tensor, tf.Tensor],
         here: tf.Tensor,
         mask: tf.Tensor,
         q: tf.Tensor,
@@ -370,7 +468,7 @@ class PackedDecoder:
         """
         keys, values = (
             {"codes": tf.where(here, token, old[layer])}
-            for token, old in zip(new, fresh, strict=True)
+            for token, old in zip(new, fresh[:2], strict=True)
         )
         return attention.attend(q, keys, values, mask, _FRESH)
 
@@ -400,7 +498,7 @@ class PackedDecoder:
         Returns:
             Block outputs ``[T, D]`` and the pool with the piece in it.
         """
-        scan = self.scan(table[tf.newaxis], start[tf.newaxis], tf.constant([True]))
+        scan = self.scan(table[tf.newaxis], start[tf.newaxis], tails.floor, tf.constant([True]))
         queries_at = positions[tf.newaxis]
         reading = Reading(parts, queries_at, scan, tails)
         mask = self.geometry.mask(queries_at, queries_at)
@@ -443,7 +541,7 @@ class PackedDecoder:
                 tf.transpose(new, [0, 1, 3, 2, 4]),
                 [self.config.num_layers, -1, self.config.num_key_value_heads, self.config.head_dim],
             )
-            for new in fresh
+            for new in fresh[:2]
         )
         newest = tf.reduce_max(positions, axis=1, keepdims=True)
         new = positions >= filled[:, tf.newaxis]
@@ -451,6 +549,7 @@ class PackedDecoder:
             exactly = tf.where(new, positions, -1)
             exact = self.tail.write(parts["exact"], slot, exactly, keys, values)
             parts = {**parts, "exact": exact}
+        parts = self.kept.observe(parts, slot, tf.where(new, positions, -1), fresh.queries)
         positions = tf.where(new & layout.keeps(positions, newest + 1), positions, -1)
         page = tf.maximum(positions, 0) // size
         physical = tf.gather(table, self.geometry.column_of(page), batch_dims=1)

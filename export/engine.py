@@ -15,6 +15,7 @@ from tfkv.export.decoder import PackedDecoder
 from tfkv.export.exact_tail import ExactTail
 from tfkv.export.geometry import CacheGeometry
 from tfkv.export.history import History
+from tfkv.export.kept_tokens import KeptTokens
 from tfkv.export.packed_weights import PackedWeights
 from tfkv.export.page_copies import PageCopies, Piece
 from tfkv.export.page_pool import PagePool
@@ -67,8 +68,9 @@ class Engine(tf.Module):
         self.history = History(engine.slots, engine.history or config.context_length)
         self.stats = Stats(self.sessions, self.history, self.pool, self.table)
         self.tail = ExactTail(config, self.geometry.cache.codec, engine.slots)
+        self.kept = KeptTokens(config, self.geometry, engine)
         self.decoder = PackedDecoder(
-            config, self.weights, self.pool, self.tail, self.geometry, engine.scan_pages
+            config, self.weights, self.pool, self.tail, self.kept, self.geometry, engine.scan_pages
         )
         self._advance = Advance(self.decoder, self.history, self.table, engine, PREFILL_PIECE)
         self._probe = AttentionProbe(self.decoder)
@@ -91,9 +93,10 @@ class Engine(tf.Module):
         return self.geometry.cache.bytes_per_token(c.num_layers, c.num_key_value_heads, c.head_dim)
 
     @property
-    def exact_bytes(self) -> int:
-        """Bytes of a session for what its codec keeps exactly beside the codes."""
-        return self.tail.nbytes // (self.engine.slots + 1)
+    def beside_bytes(self) -> int:
+        """Bytes of a session beside its pages: what its codec keeps exactly, and what a policy
+        that evicts has kept."""
+        return (self.tail.nbytes + self.kept.nbytes) // (self.engine.slots + 1)
 
     def _compile(self) -> Callable[..., Answer]:
         """The whole computation; XLA compiles it once for each batch size it meets."""
@@ -190,16 +193,17 @@ class Engine(tf.Module):
         held = tf.where(found < 0, 0, tf.gather(self.history.held.read(), slot))
         filled = tf.gather(self.history.filled.read(), slot)
         reached = tf.gather(self.history.reached.read(), slot)
+        floor = tf.gather(self.history.floor.read(), slot)
         refusal = refusal.when((found < 0) & (position > 0), Status.UNKNOWN, 0)
         refusal = refusal.when(position > held, Status.GAP, held)
-        earliest = self._earliest(reached)
+        earliest = self._earliest(reached, floor)
         lost = (position > 0) & (position < earliest)
         refusal = refusal.when(lost, Status.NOT_REVERSIBLE, earliest)
         first = first_of_session(names.keys(), refusal.status == Status.OK)
         refusal = refusal.when(tf.gather(position, first) != position, Status.BUSY, first)
         ok = (refusal.status == Status.OK) & (found >= 0)
         # From nothing, a session starts anew: nothing it overwrote can be missed.
-        reached = tf.where(position == 0, 0, reached)
+        reached, floor = (tf.where(position == 0, 0, least) for least in (reached, floor))
         whole = ok & (filled <= self.geometry.layout.entries)
         whole &= first == tf.range(tf.size(first))  # an equal row gives nothing back twice
         size = self.engine.page_size
@@ -208,7 +212,7 @@ class Engine(tf.Module):
             tf.boolean_mask(-tf.math.floordiv(-position, size), whole),
         )
         slot = tf.where(ok, slot, self.engine.slots)
-        self.history.publish(slot, position, tf.minimum(filled, position), reached)
+        self.history.publish(slot, position, tf.minimum(filled, position), reached, floor)
         self.stats.add(tf.zeros_like(self.stats.counters.read()))
         return tf.where(ok, position, held), refusal.status, refusal.detail
 
@@ -263,7 +267,7 @@ class Engine(tf.Module):
         position = tf.where(position < 0, source.held, position)
         refusal = refusal.when(position > source.held, Status.GAP, source.held)
         refusal = refusal.when(position == 0, Status.EMPTY, 0)
-        earliest = self._earliest(source.reached)
+        earliest = self._earliest(source.reached, source.floor)
         refusal = refusal.when(position < earliest, Status.NOT_REVERSIBLE, earliest)
         # Made already? Then it must begin with the same tokens.
         differs = self.history.first_difference(source, old, position)
@@ -278,7 +282,8 @@ class Engine(tf.Module):
         origin = tf.where(made < 0, spare, found)
         filled = tf.minimum(source.filled, position)
         self.history.copy(origin, slot)
-        self.history.publish(slot, position, filled, source.reached)
+        self.history.publish(slot, position, filled, source.reached, source.floor)
+        self.kept.copy(origin, slot)
         self.table.fork(origin, slot, filled)
         self.tail.begin(slot, filled)
         served = refusal.status == Status.OK
@@ -325,8 +330,8 @@ class Engine(tf.Module):
         refusal = refusal.when(position >= stored.held, Status.GAP, stored.held)
         oldest = tf.maximum(stored.reached - self.history.size, 0)
         refusal = refusal.when(position < oldest, Status.FORGOTTEN, oldest)
-        lost = ~self.geometry.reversible(stored.reached, position)
-        earliest = self.geometry.earliest_reversible(stored.reached)
+        lost = ~self.geometry.reversible(stored.reached, stored.floor, position)
+        earliest = self.geometry.earliest_reversible(stored.reached, stored.floor)
         refusal = refusal.when(lost, Status.NOT_REVERSIBLE, earliest)
         ok = refusal.status == Status.OK
         position = tf.where(ok, position, -1)
@@ -341,7 +346,9 @@ class Engine(tf.Module):
             tf.where(ok, layer, 0),
             table,
             tf.where(ok, written, 0),
-            self.tail.tails(slot, tf.zeros_like(ok), tf.zeros_like(slot), stored.reached),
+            self.tail.tails(
+                slot, tf.zeros_like(ok), tf.zeros_like(slot), stored.reached, stored.floor
+            ),
         )
         weights = tf.where(ok[:, tf.newaxis, tf.newaxis], weights, 0.0)
         entries = tf.where(entries < stored.held[:, tf.newaxis], entries, -1)
@@ -398,9 +405,9 @@ class Engine(tf.Module):
         held, refused = self.sessions.locked(bring)
         return held, refused.status, refused.detail
 
-    def _earliest(self, reached: tf.Tensor) -> tf.Tensor:
+    def _earliest(self, reached: tf.Tensor, floor: tf.Tensor) -> tf.Tensor:
         """Least tokens that a session can be rolled back to, apart from none."""
-        earliest = self.geometry.earliest_reversible(reached) + 1
+        earliest = self.geometry.earliest_reversible(reached, floor) + 1
         return tf.maximum(earliest, self.history.oldest(reached))
 
     def close(self, names: Names) -> tuple[tf.Tensor, ...]:
@@ -425,6 +432,7 @@ def _resources(engine: Engine) -> list[tf.saved_model.experimental.TrackableReso
     owners = (engine.history, engine.stats, engine.tail)
     parts = [part for owner in owners for part in vars(owner).values()]
     parts += [*engine.table.variables, *engine.tail.variables.values()]
+    parts += [variable for inner in engine.kept.variables.values() for variable in inner.values()]
     return pool + [part for part in parts if isinstance(part, TransientVariable)]
 
 

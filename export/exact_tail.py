@@ -24,11 +24,13 @@ class Tails(NamedTuple):
         since: int32 ``[B]``, tokens at positions below it came with pages, without exact
             numbers: a shared prompt, a branch, a restored session.
         reached: int32 ``[B]``, one past the highest position ever written.
+        floor: int32 ``[B]``, positions below it were evicted by score.
     """
 
     slot: tf.Tensor
     since: tf.Tensor
     reached: tf.Tensor
+    floor: tf.Tensor
 
 
 class ExactTail:
@@ -74,7 +76,12 @@ class ExactTail:
             self.variables[side].assign(value)
 
     def tails(
-        self, slot: tf.Tensor, fresh: tf.Tensor, shared: tf.Tensor, reached: tf.Tensor
+        self,
+        slot: tf.Tensor,
+        fresh: tf.Tensor,
+        shared: tf.Tensor,
+        reached: tf.Tensor,
+        floor: tf.Tensor,
     ) -> Tails:
         """What rows can read.
 
@@ -83,9 +90,10 @@ class ExactTail:
             fresh: bool ``[B]``, sessions that begin now.
             shared: int32 ``[B]``, tokens below it have just come with shared pages; 0 = none.
             reached: int32 ``[B]``.
+            floor: int32 ``[B]``.
         """
         since = tf.gather(self._since.read(), slot) if self.recent else tf.zeros_like(slot)
-        return Tails(slot, tf.maximum(tf.where(fresh, 0, since), shared), reached)
+        return Tails(slot, tf.maximum(tf.where(fresh, 0, since), shared), reached, floor)
 
     def begin(self, slots: tf.Tensor, since: tf.Tensor) -> None:
         """Says that sessions have exact numbers from positions ``since [n]`` on only."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from tfkv._version import __version__
+from tfkv.calibration import Calibration, fingerprint_of
 from tfkv.config import EngineConfig
 from tfkv.errors import ExportError
 from tfkv.export.engine import Engine
@@ -20,6 +21,8 @@ from tfkv.export.signatures import build_signatures
 from tfkv.export.verification import verify
 from tfkv.export.warmup import write_warmup
 from tfkv.layers.cache_spec import CacheSpec
+from tfkv.layers.layer_caches import layer_caches
+from tfkv.layers.policies import EvictingPolicy
 from tfkv.manifest import (
     MANIFEST_PATH,
     MAX_STOP_TOKENS,
@@ -39,6 +42,7 @@ def export(
     engine: EngineConfig | None = None,
     *,
     cache: str | None = None,
+    calibration: Calibration | str | pathlib.Path | None = None,
     progress: Progress | None = None,
 ) -> pathlib.Path:
     """Turns a model into an artifact, and proves it before anyone can see it.
@@ -52,6 +56,7 @@ def export(
         out_dir: Model directory; the artifact becomes ``out_dir/<next number>``.
         engine: What to compile for; the default engine where left out.
         cache: Cache string, in place of the engine's.
+        calibration: Of the same weights, or its file, for a policy that shares its budget out.
         progress: Called as the export goes on.
 
     Returns:
@@ -70,6 +75,7 @@ def export(
     report("import", 0, 1)
     model = load(source)
     report("import", 1, 1)
+    config = with_budgets(model, config, calibration)
     root = pathlib.Path(out_dir)
     root.mkdir(parents=True, exist_ok=True)
     stage = pathlib.Path(tempfile.mkdtemp(prefix=".writing-", dir=root))
@@ -80,6 +86,34 @@ def export(
         return _publish(stage, root)
     finally:
         shutil.rmtree(stage, ignore_errors=True)
+
+
+def with_budgets(
+    model: ModelSource,
+    engine: EngineConfig,
+    calibration: Calibration | str | pathlib.Path | None,
+) -> EngineConfig:
+    """The engine with the budgets of heads, where its policy shares them out.
+
+    Raises:
+        ConfigError: The calibration is of other weights, or is needed and was not given.
+    """
+    spec = CacheSpec.parse(engine.cache)
+    if not isinstance(spec.policy, EvictingPolicy) or engine.head_budgets:
+        return engine
+    if calibration is not None and not isinstance(calibration, Calibration):
+        calibration = Calibration.load(calibration)
+    if calibration is not None:
+        calibration.check(fingerprint_of(model.config, model.weights))
+    layers, heads = model.config.num_layers, model.config.num_key_value_heads
+    policies = [one.policy for one in layer_caches(spec, layers, heads, (), calibration)]
+    budgets = tuple(
+        policy.budgets or (policy.budget,) * heads
+        for policy in policies
+        if isinstance(policy, EvictingPolicy)
+    )
+    even = all(budget == spec.policy.budget for row in budgets for budget in row)
+    return engine if even else dataclasses.replace(engine, head_budgets=budgets)
 
 
 def _write(model: ModelSource, config: EngineConfig, stage: pathlib.Path, report: Progress) -> None:
@@ -110,7 +144,7 @@ def _manifest(model: ModelSource, engine: Engine, table: dict) -> Manifest:
         signatures=table,
         fingerprint=engine.fingerprint,
         bytes_per_token=engine.bytes_per_token,
-        bytes_per_session=engine.bytes_per_token * geometry.layout.entries + engine.exact_bytes,
+        bytes_per_session=engine.bytes_per_token * geometry.layout.entries + engine.beside_bytes,
         positions=geometry.positions,
         rollback=geometry.rollback,
         # A lossy code that rounding tips over moves all that is computed from it.
@@ -126,7 +160,7 @@ def _manifest(model: ModelSource, engine: Engine, table: dict) -> Manifest:
 
 def _fingerprint(model: ModelSource, config: EngineConfig) -> str:
     """Equal for equal weights, architecture and cache."""
-    digest = hashlib.sha256(f"{model.config.to_dict()}{config.cache}".encode())
+    digest = hashlib.sha256(f"{model.config.to_dict()}{config.cache}{config.head_budgets}".encode())
     for name in sorted(model.weights):
         digest.update(name.encode())
         digest.update(model.weights[name].data)

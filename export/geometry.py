@@ -11,6 +11,8 @@ from tfkv.errors import ConfigError
 from tfkv.layers import masks
 from tfkv.layers.cache_spec import CacheSpec
 from tfkv.layers.entry_layout import EntryLayout
+from tfkv.layers.policies import EvictingPolicy
+from tfkv.layers.policies.cache_policy import round_up
 
 #: Positions of a session that may outgrow the trained context: as far as float32 counts, in
 #: which rotary angles are computed.
@@ -56,6 +58,16 @@ class CacheGeometry:
             )
         capacity = min(engine.capacity, model.context_length)
         layout = cache.policy.layout(capacity, slack, page)
+        if isinstance(cache.policy, EvictingPolicy):
+            if cache.policy.interval < chunk:
+                raise ConfigError(
+                    f"`interval` must be at least {chunk} where a policy evicts, what an artifact "
+                    f"computes at once. Received: cache={engine.cache!r}."
+                )
+            # What is stored at most, a chunk, and a page that both may share.
+            most = cache.policy.budget + cache.policy.interval
+            most = max(most, capacity) if cache.policy.whole_prompt else most
+            layout = EntryLayout(round_up(most + chunk + page, page))
         if not cache.policy.bounded:
             if layout.entries < 2 * page:
                 raise ConfigError(
@@ -80,7 +92,9 @@ class CacheGeometry:
 
     @property
     def sinks(self) -> int:
-        """First positions that every query sees."""
+        """First positions that lie on pages of their own, which every query sees."""
+        if self.cache.policy.evicts:
+            return 0
         return self.cache.policy.sinks if self.cache.policy.bounded else self.page_size
 
     def limit(self, overflow: tf.Tensor) -> tf.Tensor:
@@ -102,14 +116,18 @@ class CacheGeometry:
         dropped = -tf.math.floordiv(-past, self.page_size)
         return tf.where(past > 0, self.page_size * (dropped + 1), 0)
 
-    def reversible(self, reached: tf.Tensor, position: tf.Tensor) -> tf.Tensor:
+    def reversible(self, reached: tf.Tensor, floor: tf.Tensor, position: tf.Tensor) -> tf.Tensor:
         """Whether a query at `position` still finds all it sees, in a session that once held
-        `reached` tokens."""
+        `reached` tokens and evicted those below `floor` by score."""
+        if self.cache.policy.evicts:
+            return position >= floor
         intact = reached <= self.layout.entries
         return intact | (self.first_visible(position) >= reached - self.layout.ring)
 
-    def earliest_reversible(self, reached: tf.Tensor) -> tf.Tensor:
+    def earliest_reversible(self, reached: tf.Tensor, floor: tf.Tensor) -> tf.Tensor:
         """The first position for which `reversible` holds; int32."""
+        if self.cache.policy.evicts:
+            return floor
         lost = reached - self.layout.ring
         if self.cache.policy.bounded:
             earliest = lost - self.first_visible(tf.zeros_like(reached))
@@ -127,10 +145,11 @@ class CacheGeometry:
         """Visibility of ``keys [A, S]`` for ``queries [A, T]`` by position, ``[A, T, S]``."""
         return masks.visible(queries, keys, self.first_visible(queries), self.sinks)
 
-    def page_span(self, start: tf.Tensor) -> tf.Tensor:
-        """For rows that go on at ``start [B]``: sink pages, first page, end page; ``[B, 3]``."""
+    def page_span(self, start: tf.Tensor, floor: tf.Tensor | int = 0) -> tf.Tensor:
+        """For rows that go on at ``start [B]`` and have nothing below ``floor [B]`` on pages:
+        sink pages, first page, end page; ``[B, 3]``."""
         end = -tf.math.floordiv(-start, self.page_size)
-        first = tf.maximum(self.first_visible(start), 0) // self.page_size
+        first = tf.maximum(self.first_visible(start), floor) // self.page_size
         first = tf.minimum(first, end)
         sinks = tf.minimum(-(-self.sinks // self.page_size), first)
         return tf.stack([sinks, first, end], axis=-1)

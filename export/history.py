@@ -35,6 +35,7 @@ class History:
         self.held = TransientVariable("session_held", (slots + 1,), tf.int32)
         self.filled = TransientVariable("session_filled", (slots + 1,), tf.int32)
         self.reached = TransientVariable("session_reached", (slots + 1,), tf.int32)
+        self.floor = TransientVariable("session_floor", (slots + 1,), tf.int32)
 
     def recall(self, slot: tf.Tensor, fresh: tf.Tensor) -> Remembered:
         """What the sessions of a batch hold; a fresh one holds nothing.
@@ -44,14 +45,15 @@ class History:
             fresh: bool ``[B]``.
         """
         none = fresh | (slot == self.slots)
-        held, filled, reached = (
+        held, filled, reached, floor = (
             tf.where(none, 0, tf.gather(variable.read(), slot))
-            for variable in (self.held, self.filled, self.reached)
+            for variable in (self.held, self.filled, self.reached, self.floor)
         )
         return Remembered(
             held,
             filled,
             reached,
+            floor,
             tf.gather(self.tokens.read(), slot),
             tf.cast(tf.gather(self.kinds.read(), slot), tf.int32),
             tf.gather(self.logprobs.read(), slot),
@@ -105,7 +107,12 @@ class History:
         _scatter(self.logprobs, self._rows(slot, places), logprobs)
 
     def publish(
-        self, slot: tf.Tensor, held: tf.Tensor, filled: tf.Tensor, reached: tf.Tensor
+        self,
+        slot: tf.Tensor,
+        held: tf.Tensor,
+        filled: tf.Tensor,
+        reached: tf.Tensor,
+        floor: tf.Tensor,
     ) -> None:
         """Sets how far the sessions are; until then nobody sees what was written.
 
@@ -115,9 +122,11 @@ class History:
             filled: int32 ``[B]``, positions whose keys are on pages.
             reached: int32 ``[B]``, most tokens the session ever held: what it overwrote in
                 its ring stays lost when it is truncated.
+            floor: int32 ``[B]``, positions below it were evicted by score.
         """
         rows = slot[:, tf.newaxis]
-        state = ((self.held, held), (self.filled, filled), (self.reached, reached))
+        counts = (self.held, self.filled, self.reached, self.floor)
+        state = zip(counts, (held, filled, reached, floor), strict=True)
         for variable, values in state:
             variable.assign(tf.tensor_scatter_nd_update(variable.read(), rows, values))
 

@@ -89,6 +89,8 @@ class PageCopies:
         refusal = refusal.when(found < 0, Status.UNKNOWN, 0)
         refusal = refusal.when(stored.held == 0, Status.EMPTY, 0)
         refusal = refusal.when(stored.reached > self.limit, Status.NOT_REVERSIBLE, self.limit)
+        # What was evicted by score is not on pages.
+        refusal = refusal.when(stored.floor > 0, Status.NOT_REVERSIBLE, self.limit)
         refusal = refusal.when(page >= self._pages(stored.held), Status.GAP, stored.held)
         ok = refusal.status == Status.OK
         page = tf.where(ok, page, 0)
@@ -159,7 +161,7 @@ class PageCopies:
         places = tf.where(adds[:, tf.newaxis] & (places < end[:, tf.newaxis]), places, -1)
         self._history.write(target, places, piece.tokens, piece.kinds, piece.logprobs)
         self._tail.begin(target, filled)
-        self._history.publish(target, end, filled, tf.maximum(stored.reached, end))
+        self._history.publish(target, end, filled, tf.maximum(stored.reached, end), stored.floor)
         self._sessions.renew(tf.where(served, slot, spare), served, now, ttl_ms, pin)
         held = tf.where(adds, end, stored.held)
         return held, refusal, made >= 0

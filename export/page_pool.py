@@ -201,7 +201,7 @@ class PagePool:
 
 
 def rows_of_tokens(
-    config: DecoderConfig, owners: tf.Tensor, offsets: tf.Tensor
+    config: DecoderConfig, owners: tf.Tensor, offsets: tf.Tensor, heads: int | None = None
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Where tokens lie in a part ``[owners · L, K, ...]``, in all layers and KV heads.
 
@@ -209,11 +209,12 @@ def rows_of_tokens(
         config: Architecture.
         owners: int32 ``[M]``, pages, or slots.
         offsets: int32 ``[M]``, place of each token there.
+        heads: Heads of the part; KV heads where left out.
 
     Returns:
         int32 ``[L · M · K]``: rows of the first two axes taken together, and places.
     """
-    heads = config.num_key_value_heads
+    heads = config.num_key_value_heads if heads is None else heads
     layers = tf.range(config.num_layers)[:, tf.newaxis, tf.newaxis]
     rows = owners[tf.newaxis, :, tf.newaxis] * config.num_layers + layers
     rows = rows * heads + tf.range(heads)

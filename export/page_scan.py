@@ -37,7 +37,8 @@ class PageScan(NamedTuple):
         own: Pages read for one row each.
         shared: Pages read once for half of the rows or more, listed for the first of these.
         common: int32 ``[B, B]``, how many pages two rows have in common, from the first.
-        start: int32 ``[B]``, positions below it are read from pages.
+        start: int32 ``[B]``, positions below it are read from pages,
+        floor: int32 ``[B]``, and those below it are not.
         sinks: int32 ``[B, n]``, the pages of the sinks; 0 = none.
     """
 
@@ -45,11 +46,17 @@ class PageScan(NamedTuple):
     shared: PageList
     common: tf.Tensor
     start: tf.Tensor
+    floor: tf.Tensor
     sinks: tf.Tensor
 
 
 def scan(
-    geometry: CacheGeometry, table: tf.Tensor, start: tf.Tensor, reads: tf.Tensor, step: int
+    geometry: CacheGeometry,
+    table: tf.Tensor,
+    start: tf.Tensor,
+    floor: tf.Tensor,
+    reads: tf.Tensor,
+    step: int,
 ) -> PageScan:
     """Lists the pages that rows read.
 
@@ -57,10 +64,11 @@ def scan(
         geometry: Which positions lie where.
         table: int32 ``[B, columns]``, block-table rows.
         start: int32 ``[B]``, first position that is not on pages.
+        floor: int32 ``[B]``, positions below it are not on pages any more.
         reads: bool ``[B]``, whether the row reads at all.
         step: Pages read at once: so many past a list's end can be taken.
     """
-    span = tf.where(reads[:, tf.newaxis], geometry.page_span(start), 0)
+    span = tf.where(reads[:, tf.newaxis], geometry.page_span(start, floor), 0)
     end = span[:, -1]
     # A ring that went round has other pages in its first columns than other rows.
     whole = tf.where(start <= geometry.layout.entries, end, 0)
@@ -79,6 +87,7 @@ def scan(
         _list(geometry, table, earliest, led, shared, step),
         common,
         start,
+        floor,
         table[:, : geometry.layout.sinks // geometry.page_size],
     )
 

@@ -368,6 +368,7 @@ class PageTable:
         slot: tf.Tensor,
         tenant: tf.Tensor,
         ids: tf.Tensor,
+        floor: tf.Tensor,
     ) -> Pages:
         """What is true once the computation is over.
 
@@ -380,6 +381,7 @@ class PageTable:
             slot: int32 ``[B]``, the spare for rows that change nothing.
             tenant: int64 ``[B]``.
             ids: int32 ``[B, history]``, what the sessions say.
+            floor: int32 ``[B]``, positions below it are not on pages any more.
         """
         pages = grant.pages
         works = (slot < self.slots)[:, tf.newaxis]
@@ -387,6 +389,8 @@ class PageTable:
         whole = filled <= self.geometry.layout.entries
         beyond = tf.range(columns) >= -tf.math.floordiv(-filled, size)[:, tf.newaxis]
         unused = beyond & whole[:, tf.newaxis] & works
+        if self.geometry.cache.policy.evicts:
+            unused = ~self._live(floor, filled) & works
         references = _add(pages.references, tf.where(unused, grant.rows, 0), -1)
         rows = tf.where(unused | ~works, 0, grant.rows)
         pages = pages._replace(
@@ -400,6 +404,14 @@ class PageTable:
         first = grant.plan.filled // size
         last = tf.where(works[:, 0] & whole, filled // size, first)
         return self._index(pages, rows, first, last, tenant, ids)
+
+    def _live(self, floor: tf.Tensor, filled: tf.Tensor) -> tf.Tensor:
+        """Columns that hold positions `floor` to `filled` − 1, bool ``[B, columns]``."""
+        size, columns = self.geometry.page_size, self.geometry.columns
+        page = (floor // size)[:, tf.newaxis] + tf.range(columns)
+        here = page < -tf.math.floordiv(-filled, size)[:, tf.newaxis]
+        column = tf.where(here, self.geometry.column_of(page), columns)
+        return tf.reduce_any(tf.one_hot(column, columns, on_value=True, off_value=False), axis=1)
 
     def _index(
         self,

@@ -18,6 +18,8 @@ class Remembered(NamedTuple):
         held: int32 ``[B]``, tokens the session holds.
         filled: int32 ``[B]``, positions whose keys are on pages; held − 1 or held.
         reached: int32 ``[B]``, most tokens the session ever held.
+        floor: int32 ``[B]``, positions below it were evicted by score, but for what is kept
+            beside the pages; 0 = none.
         tokens: int32 ``[B, history]``, place ``position mod history``.
         kinds: int32 ``[B, history]``.
         logprobs: float32 ``[B, history]``.
@@ -26,6 +28,7 @@ class Remembered(NamedTuple):
     held: tf.Tensor
     filled: tf.Tensor
     reached: tf.Tensor
+    floor: tf.Tensor
     tokens: tf.Tensor
     kinds: tf.Tensor
     logprobs: tf.Tensor
@@ -158,8 +161,8 @@ def make_plan(
     sampled = tf.minimum(wanted, room)
 
     start, target = _span(stored, geometry, position, end, whole, request)
-    lost = request.wants_logits & ~geometry.reversible(stored.reached, start)
-    earliest = geometry.earliest_reversible(stored.reached) + 1
+    lost = request.wants_logits & ~geometry.reversible(stored.reached, stored.floor, start)
+    earliest = geometry.earliest_reversible(stored.reached, stored.floor) + 1
     refusal = refusal.when(lost, Status.NOT_REVERSIBLE, earliest)
 
     works = (refusal.status == Status.OK) & (admission.first == tf.range(tf.size(held)))
@@ -246,6 +249,6 @@ def _span(
     known = (places == 0) | ((places < stored.held[:, tf.newaxis]) & (logprobs <= 0))
     unknown = tf.reduce_min(tf.where(known, 2**31 - 1, places), axis=1)
     before = tf.maximum(tf.minimum(unknown - 1, start), 0)
-    again = request.wants_scores & geometry.reversible(stored.reached, before)
+    again = request.wants_scores & geometry.reversible(stored.reached, stored.floor, before)
     start = tf.where(again, before, start)
     return tf.maximum(start, 0), tf.maximum(target, 1)

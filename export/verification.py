@@ -85,6 +85,7 @@ def verify(
         ExportError: They differ; it says where first.
     """
     from tfkv.causal_lm import CausalLM
+    from tfkv.export.kept_tokens import caches_of
     from tfkv.layers.cache_spec import CacheSpec
     from tfkv.layers.codecs import CODECS
 
@@ -115,7 +116,10 @@ def verify(
 
     def expect(cache: CacheSpec) -> np.ndarray:
         reference = CausalLM.from_weights(
-            model.config, model.weights, cache=cache, capacity=engine.capacity
+            model.config,
+            model.weights,
+            cache=caches_of(model.config, cache, engine.head_budgets),
+            capacity=engine.capacity,
         )
         return _through_cache(reference, prompt, sampled)
 

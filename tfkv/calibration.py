@@ -15,8 +15,10 @@ import numpy as np
 from tfkv.config import DecoderConfig
 from tfkv.errors import ConfigError
 
-#: Part of every head's budget that is shared out; the rest is the same for all, as in Ada-KV.
-_SHARED = 0.8
+#: Part of every head's budget that is the same for all, as in Ada-KV; a repetition says so
+#: clearly who looks far that its table needs none.
+_EVEN = 0.2
+_EVEN_OF = {"kvzip": 0.0}
 
 #: Shares of the text's entries that are kept when heads are compared.
 _RATIOS = (0.125, 0.25, 0.5)
@@ -61,11 +63,14 @@ class Calibration:
     def budgets(self, table: str, budget: int, guarded: int) -> list[list[int]]:
         """See `tfkv.layers.policies.cache_policy.BudgetTables`."""
         shares = np.array(self.shares(table, budget))
-        free = budget - guarded
-        # What is guarded has every head; the rest is shared out.
-        wanted = free * (_SHARED * shares / shares.mean() + 1 - _SHARED)
+        even = _EVEN_OF.get(table, _EVEN)
+        # Beyond what is guarded, in proportion to what each head should have beyond it.
+        free = (budget - guarded) * shares.size
+        mixed = budget * ((1 - even) * shares / shares.mean() + even)
+        beyond = np.maximum(mixed - guarded, 0.0) if free else np.zeros_like(mixed)
+        wanted = beyond * free / max(beyond.sum(), 1.0)
         found = np.floor(wanted).astype(int)
-        missing = free * shares.size - int(found.sum())
+        missing = free - int(found.sum())
         for place in np.argsort(found - wanted, axis=None, kind="stable")[:missing]:
             found.flat[place] += 1
         return (found + guarded).tolist()

@@ -91,6 +91,18 @@ Seed = Annotated[int | None, typer.Option(help="Random stream; drawn when left o
 Overflow = Annotated[str, typer.Option(help="When the session is full: error, stop or slide.")]
 Timeout = Annotated[float, typer.Option(min=0.0, help="Seconds a call may take, retries included.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+CalibrationFile = Annotated[
+    pathlib.Path | None,
+    typer.Option(exists=True, dir_okay=False, help="File of `tfkv calibrate`, of these weights."),
+]
+TextFile = Annotated[
+    pathlib.Path | None,
+    typer.Option(
+        exists=True,
+        dir_okay=False,
+        help="UTF-8 text to read; Python's language reference by default.",
+    ),
+]
 
 
 def _show_version(wanted: bool) -> None:
@@ -161,6 +173,7 @@ def export(
         int, typer.Option(help="Most sessions a tenant may hold, 0 = any number.")
     ] = _DEFAULT.tenant_sessions,
     xla: Annotated[bool, typer.Option(help="Compile with XLA.")] = _DEFAULT.xla,
+    calibration: CalibrationFile = None,
 ) -> None:
     """Writes an artifact that TensorFlow Serving loads, and verifies it."""
     engine = EngineConfig(
@@ -185,7 +198,7 @@ def export(
     from tfkv.export import export as write_artifact
 
     with terminal.Steps() as steps:
-        version_dir = write_artifact(source, out, engine, progress=steps)
+        version_dir = write_artifact(source, out, engine, calibration=calibration, progress=steps)
     typer.echo(str(version_dir))
 
 
@@ -489,36 +502,54 @@ def plan(
         terminal.output().print(terminal.plan_table(found.to_dict()))
 
 
+@app.command()
+def calibrate(
+    source: Annotated[str, typer.Argument(help="Path of a .gguf file, or 'smollm2'.")],
+    out: Annotated[pathlib.Path, typer.Argument(help="File to write, JSON.")],
+    text: TextFile = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of a passage.")] = 2048,
+    passages: Annotated[int, typer.Option(help="Passages, spread over the text.")] = 4,
+) -> None:
+    """Reads text once and writes which heads look far, for policies with `caps`."""
+    terminal.load_tensorflow()
+    from tfkv.export import calibrate_model
+
+    given = _text(text)
+    with terminal.Steps() as steps:
+        calibrate_model(source, out, given, tokens, passages, progress=steps)
+    typer.echo(str(out))
+
+
+def _text(path: pathlib.Path | None) -> str | None:
+    """What a text file says."""
+    try:
+        return None if path is None else path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"`--text` must be UTF-8. Received: {path} ({error}).") from error
+
+
 @app.command("eval")
 def evaluate(
     source: Annotated[str, typer.Argument(help="Path of a .gguf file, or 'smollm2'.")],
     cache: Annotated[list[str], typer.Option(help="Policy+codec; give it once for each.")],
     out: Annotated[pathlib.Path, typer.Option(help="Directory of eval.json and eval.html.")],
-    text: Annotated[
-        pathlib.Path | None,
-        typer.Option(
-            exists=True,
-            dir_okay=False,
-            help="UTF-8 text to read; Python's language reference by default.",
-        ),
-    ] = None,
+    text: TextFile = None,
     tokens: Annotated[int, typer.Option(help="Tokens of a passage.")] = 2048,
     passages: Annotated[int, typer.Option(help="Passages, spread over the text.")] = 4,
     baselines: Annotated[
-        bool, typer.Option(help="Also measure windows of as many bytes as each codec.")
+        bool,
+        typer.Option(help="Also measure windows of as many bytes, and evictions at random."),
     ] = True,
+    calibration: CalibrationFile = None,
 ) -> None:
     """Measures what caches cost in quality: KL, top token and perplexity against bytes."""
     terminal.load_tensorflow()
     from tfkv.export import evaluate_caches
 
-    try:
-        given = None if text is None else text.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"`--text` must be UTF-8. Received: {text} ({error}).") from error
+    given = _text(text)
     with terminal.Steps() as steps:
         scores = evaluate_caches(
-            source, cache, out, given, tokens, passages, baselines, progress=steps
+            source, cache, out, given, tokens, passages, baselines, calibration, progress=steps
         )
     terminal.output().print(terminal.scores_table(scores))
     typer.echo(str(out / "eval.html"))

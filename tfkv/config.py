@@ -112,6 +112,8 @@ class EngineConfig:
         pool_bytes: Bytes of the page pool; 0 means room for every slot at full capacity.
         tenant_sessions: Most sessions one tenant may hold; 0 means any number.
         scan_pages: Pages attention reads at once (see docs/decisions).
+        head_budgets: Entries of each KV head of each layer, for a policy that evicts and whose
+            budget a calibration has shared out; empty = the same for all.
         xla: Whether prefill and decode are compiled with XLA.
 
     Raises:
@@ -133,10 +135,12 @@ class EngineConfig:
     pool_bytes: int = 0
     tenant_sessions: int = 0
     scan_pages: int = 8
+    head_budgets: tuple[tuple[int, ...], ...] = ()
     xla: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "batch_sizes", tuple(self.batch_sizes))
+        object.__setattr__(self, "head_budgets", tuple(map(tuple, self.head_budgets)))
         for name in ("slots", "capacity", "page_size", "decode_chunk", "prefill_tokens"):
             _require(getattr(self, name) >= 1, name, "must be at least 1", getattr(self, name))
         for name in ("max_enqueued_batches", "ttl_ms", "scan_pages", "shared_prefill_tokens"):

@@ -78,46 +78,6 @@ class ModelReader:
         return logits[0], state
 
 
-class EngineReader:
-    """Reads through the page pool of an engine, with the functions that its artifact runs.
-
-    Args:
-        engine: `tfkv.export.Engine`; the pages of its first slot are overwritten.
-    """
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-        self._step = tf.function(self._run, jit_compile=True, autograph=False)
-
-    def start(self) -> None:
-        """Nothing to forget: what is read never reaches behind its own position."""
-
-    def read(self, tokens: np.ndarray, position: int) -> tf.Tensor:
-        """See `Reader.read`."""
-        return self._step(tf.constant(tokens, tf.int32), tf.constant(position, tf.int32))
-
-    def _run(self, tokens: tf.Tensor, position: tf.Tensor) -> tf.Tensor:
-        decoder = self._engine.decoder
-        weights = decoder.read_weights()
-        hidden, parts = decoder.prefill_piece(
-            weights,
-            decoder.read_cache(),
-            tokens,
-            position + tf.range(tokens.shape[0]),
-            tf.range(1, self._engine.geometry.columns + 1),  # no session is about
-            position,
-            filled=position,
-            tails=self._engine.tail.tails(
-                tf.zeros([1], tf.int32),
-                position[tf.newaxis] == 0,
-                tf.zeros([1], tf.int32),
-                position[tf.newaxis],
-            ),
-        )
-        decoder.assign_cache(parts)
-        return decoder.logits(weights, hidden)
-
-
 def teacher_forced_logits(
     reader: Reader, tokens: Sequence[int] | np.ndarray, piece: int = 64
 ) -> Iterator[tf.Tensor]:

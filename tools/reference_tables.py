@@ -89,7 +89,8 @@ def _engine() -> str:
 
 
 def _option(field: str) -> str:
-    return "`--no-xla`" if field == "xla" else f"`--{field.replace('_', '-')}`"
+    others = {"xla": "--no-xla", "head_budgets": "--calibration"}
+    return f"`{others.get(field, '--' + field.replace('_', '-'))}`"
 
 
 def _value(default: object) -> str:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib
 import io
 import json
 import pathlib
@@ -118,7 +117,6 @@ DONE = {"path", "engine"}
 
 @pytest.mark.parametrize("issue", MODULES)
 def test_every_figure_of_an_issue_is_measured_once(issue: str) -> None:
-    importlib.import_module(MODULES[issue])
     names = [name for measure in measures_of(issue) for name in measure.names]
     bars = [bar.name for bar in read_bars() if bar.issue == issue]
     assert len(names) == len(set(names))

@@ -100,8 +100,8 @@ def test_reversible_means_that_all_a_query_sees_is_still_there(geometry):
     positions = tf.range(upto)
     for reached in range(1, upto, 1 if upto < 80 else 7):
         held = {entries[p]: p for p in range(reached)}
-        claims = geometry.reversible(tf.fill([upto], reached), positions).numpy()
-        earliest = int(geometry.earliest_reversible(tf.constant(reached)))
+        claims = geometry.reversible(tf.fill([upto], reached), 0, positions).numpy()
+        earliest = int(geometry.earliest_reversible(tf.constant(reached), 0))
         for position in range(reached):
             whole = all(held[entries[k]] == k for k in range(position) if sees(position, k))
             if claims[position]:
@@ -117,7 +117,7 @@ def test_rollback_is_always_possible(geometry):
         if rollback < 0 and reached > geometry.layout.entries:
             continue  # a session that slides keeps no promise
         position = max(reached - back, 0)
-        assert bool(geometry.reversible(tf.constant(reached), tf.constant(position)))
+        assert bool(geometry.reversible(tf.constant(reached), 0, tf.constant(position)))
 
 
 def test_limit_is_the_capacity_unless_a_session_slides():

@@ -50,6 +50,7 @@ def test_every_row_reads_what_it_sees_and_what_half_of_them_share_is_read_once(
         geometry,
         tf.constant(table),
         tf.constant(start, tf.int32),
+        tf.zeros([rows], tf.int32),
         tf.constant(reads),
         STEP,
     )
@@ -83,7 +84,9 @@ def test_rows_that_went_round_share_nothing():
     geometry = geometry_of("sliding_window(window=11)", capacity=48, page=4, piece=4)
     table = np.tile(np.arange(1, geometry.columns + 1, dtype=np.int32), (2, 1))
     start = tf.constant([geometry.layout.entries + 9, 8])
-    scan = page_scan.scan(geometry, tf.constant(table), start, tf.constant([True, True]), STEP)
+    scan = page_scan.scan(
+        geometry, tf.constant(table), start, tf.zeros_like(start), tf.constant([True, True]), STEP
+    )
     assert int(scan.shared.count) == 0
     span = geometry.page_span(start).numpy()
     assert int(scan.own.count) == (span[:, 0] + span[:, 2] - span[:, 1]).sum()

@@ -93,7 +93,7 @@ def plan_all(cases: list[dict], budget: int = 10**6) -> Plan:
         now_ms=tf.zeros([1], tf.int64),
     )
     stored = Remembered(
-        column("held"), column("filled"), column("reached"), column("tokens"),
+        column("held"), column("filled"), column("reached"), zeros, column("tokens"),
         column("kinds"), column("logprobs", 0, np.float32),
     )  # fmt: skip
     plan = make_plan(request, admission, stored, GEOMETRY, PrefillBudget(budget, 99, 1), CHUNK)

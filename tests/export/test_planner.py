@@ -27,7 +27,7 @@ def test_pages_are_those_that_an_engine_allocates(policy: str, codec: str):
     history = built.history
     held = sum(v.nbytes for v in (history.tokens, history.kinds, history.logprobs))
     assert found.history_bytes * 3 == held
-    assert found.exact_bytes == built.exact_bytes
+    assert found.exact_bytes == built.beside_bytes
     weights = sum(variable.shape.num_elements() * 4 for variable in built.weights.variables)
     assert found.weight_bytes == weights
 

@@ -50,6 +50,33 @@ ENGINES["stream"] = EngineConfig(
 ENGINES["exact"] = EngineConfig(
     **{**PLAIN.to_dict(), "capacity": 192, "slots": 3, "cache": "k4v4(recent=64,sinks=2)"}
 )
+# What scores highest of a session that reads on, and of one that is judged after its prompt.
+ENGINES["evict"] = EngineConfig(
+    **{
+        **PLAIN.to_dict(),
+        "cache": "snapkv(budget=40,sinks=2,window=16,whole_prompt=False)",
+        "slots": 3,
+    }
+)
+ENGINES["evict_whole"] = EngineConfig(
+    **{
+        **PLAIN.to_dict(),
+        "cache": "expected_attention(budget=40,sinks=2,recent=8,window=24,whole_prompt=True)+int8",
+        "capacity": 256,
+        "slots": 3,
+        "xla": True,
+        "batch_sizes": (2,),
+    }
+)
+ENGINES["evict_heads"] = EngineConfig(
+    **{
+        **PLAIN.to_dict(),
+        "cache": "key_diff(budget=40,sinks=2,recent=8,whole_prompt=True,caps='some')",
+        "capacity": 256,
+        "slots": 3,
+        "head_budgets": [[16, 64], [40, 40]],
+    }
+)
 _PAGE_BYTES = 16 * CacheSpec.parse("dense").bytes_per_token(
     CONFIG.num_layers, CONFIG.num_key_value_heads, CONFIG.head_dim
 )

@@ -65,8 +65,15 @@ def test_budgets_add_up_to_the_entry_and_guard_every_head(made, budget: int, gua
 def test_heads_that_look_further_get_more():
     shares = [[0.5, 1.5], [0.25, 1.75]]
     table = Calibration("f", 100, 1, {"t": {"0.5": shares}})
-    # 10 guarded; 90 times 0.8 of the share, and 0.2 for all.
-    assert table.budgets("t", 100, 10) == [[64, 136], [46, 154]]
+    # 100 times 0.8 of the share, and 0.2 for all.
+    assert table.budgets("t", 100, 10) == [[60, 140], [40, 160]]
+    # One is raised to what is guarded, at the expense of what the others have beyond it.
+    assert table.budgets("t", 100, 60) == [[60, 131], [60, 149]]
+
+
+def test_a_table_of_repetitions_is_taken_as_it_is():
+    table = Calibration("f", 100, 1, {"kvzip": {"0.5": [[0.1, 1.9]]}})
+    assert table.budgets("kvzip", 50, 5) == [[5, 95]]
 
 
 def test_the_ratio_nearest_to_the_budget_counts():

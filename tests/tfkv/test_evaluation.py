@@ -7,8 +7,9 @@ import tensorflow as tf
 from tfkv.causal_lm import CausalLM
 from tfkv.config import DecoderConfig, EngineConfig
 from tfkv.errors import ConfigError
-from tfkv.evaluation import EngineReader, ModelReader, compare_caches, teacher_forced_logits
+from tfkv.evaluation import ModelReader, compare_caches, teacher_forced_logits
 from tfkv.export import Engine
+from tfkv.export.engine_reader import EngineReader
 
 CONFIG = DecoderConfig(64, 2, 32, 4, 2, 8, 48, context_length=128)
 TEXT = np.random.default_rng(0).integers(0, 64, 96)

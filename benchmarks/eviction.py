@@ -1,0 +1,195 @@
+"""Figures of policies that evict by score: what is forgotten of a text that was read once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from benchmarks import texts
+from benchmarks.bars import Measurement
+from benchmarks.registry import Measured, Say, measures
+from tfkv.calibration import Calibration, calibrate
+from tfkv.evaluation import ModelReader
+
+_READ, _LATER, _PIECE = 2048, 512, 64
+#: Texts that are compressed begin here; those of the calibration end before.
+_CALIBRATED = 40_000
+
+_KEEP25 = "caches.keep25_vs_sinks_recent"
+_NEEDLES = "caches.needles_kept"
+
+
+@functools.cache
+def calibration() -> Calibration:
+    """Of SmolLM2, from passages that no figure is measured on."""
+    model = texts.model()
+    starts = range(0, _CALIBRATED - _READ, _CALIBRATED // 3)
+    read = [texts.real_text()[start : start + _READ] for start in starts]
+    return calibrate(model.config, model.weights, read, texts.encode(_repeat()))
+
+
+def _repeat() -> str:
+    from tfkv.prefix_compression import REPEAT
+
+    return REPEAT
+
+
+class Compressed:
+    """A model that reads a text, compresses it once, and reads on.
+
+    Args:
+        cache: Cache string; the full cache where it keeps everything.
+        tokens: Most tokens of a text.
+    """
+
+    def __init__(self, cache: str, tokens: int) -> None:
+        from tfkv.causal_lm import CausalLM
+        from tfkv.layers.layer_caches import layer_caches
+        from tfkv.prefix_compression import PrefixCompressor
+
+        source = texts.model()
+        layers, heads = source.config.num_layers, source.config.num_key_value_heads
+        tables = calibration() if "caps" in cache else None
+        self._model = CausalLM.from_weights(
+            source.config,
+            source.weights,
+            cache=layer_caches(cache, layers, heads, (), tables),
+            capacity=tokens + _LATER + 640,
+        )
+        self._reader = ModelReader(self._model)
+        self._compressor = None
+        if cache.startswith("kvzip"):
+            self._compressor = PrefixCompressor(self._model, texts.encode(_repeat()))
+
+    @property
+    def session_bytes(self) -> int:
+        """Bytes of what stays of a text, without the room to read it, and to read on."""
+        return (
+            sum(
+                sum(self._entries(store) for store, _, _ in block.attention.store.parts({}))
+                for block in self._model.blocks
+            )
+            * 2
+            * 4
+            * texts.model().config.head_dim
+        )
+
+    @staticmethod
+    def _entries(store: Any) -> int:
+        return store.policy.budget * store.num_key_value_heads
+
+    def after(self, text: np.ndarray) -> Any:
+        """The state of a session that has read a text."""
+        if self._compressor is not None:
+            return self._compressor.compress(text)
+        return self._model.evict(self._reader.state_after(text, _PIECE))
+
+    def read(self, tokens: np.ndarray, position: int, state: Any) -> np.ndarray:
+        """Logits ``[T, V]`` after each of ``tokens [T]``."""
+        self._reader.go_on(state)
+        found = []
+        for first in range(0, len(tokens), _PIECE):
+            row = np.full([_PIECE], -1, np.int32)
+            given = tokens[first : first + _PIECE]
+            row[: len(given)] = given
+            found.append(self._reader.read(row, position + first).numpy()[: len(given)])
+        return np.concatenate(found)
+
+
+@measures(_KEEP25)
+def keep25(say: Say) -> Measured:
+    """KL of 512 later tokens where a quarter of 2048 was kept, over that of sinks and newest."""
+    text, most = texts.real_text()[_CALIBRATED:], _READ // 4
+    stride = (len(text) - _READ - _LATER) // 4
+    passages = [text[first : first + _READ + _LATER] for first in range(0, 4 * stride, stride)]
+    full = Compressed("dense", _READ)
+    expected = []
+    for index, passage in enumerate(passages):
+        say(f"passage {index + 1} of {len(passages)} with the full cache")
+        expected.append(full.read(passage[_READ:], _READ, full.after(passage[:_READ])))
+    common = f"budget={most},interval={_LATER},sinks=4"
+    caches = {
+        "sinks + recent": f"recent_tokens({common},whole_prompt=True)",
+        "random": f"random_eviction({common},whole_prompt=True)",
+        "key_diff, shared out": f"key_diff({common},recent=128,whole_prompt=True,caps='kvzip')",
+        "kvzip, shared out": f"kvzip({common},caps='kvzip')",
+    }
+    found, sizes = {}, {}
+    for name, cache in caches.items():
+        say(name)
+        model = Compressed(cache, _READ)
+        sizes[name] = model.session_bytes
+        found[name] = np.mean(
+            [
+                _kl(full_logits, model.read(passage[_READ:], _READ, model.after(passage[:_READ])))
+                for passage, full_logits in zip(passages, expected, strict=True)
+            ]
+        )
+    if len(set(sizes.values())) != 1:
+        raise ValueError(f"bytes differ: {sizes}")
+    best = min(found, key=lambda name: found[name])
+    note = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
+    note = f"{note}; {next(iter(sizes.values())):,} bytes each; best: {best}"
+    return {_KEEP25: Measurement(float(found[best] / found["sinks + recent"]), note=note)}
+
+
+def _kl(expected: np.ndarray, given: np.ndarray) -> float:
+    p, q = (
+        logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
+        for logits in (expected.astype(np.float64), given.astype(np.float64))
+    )
+    return float(np.mean(np.sum(np.exp(p) * (p - q), axis=-1)))
+
+
+@measures(_NEEDLES)
+def needles_kept(say: Say) -> Measured:
+    """Facts found after half of the text was evicted, of those that the full cache finds."""
+    from tfkv.needles import found, haystacks
+
+    stacks, first = {}, _CALIBRATED
+    for length, count in ((1024, 14), (2048, 4), (4096, 1)):
+        hay, lengths = texts.real_text()[first:], [length] * count
+        stacks[length] = haystacks(hay, texts.encode, lengths, seed=length)
+        first += sum(lengths)
+    best: dict[str, list[int]] = {}
+    solved, notes = 0, []
+    for length, some in stacks.items():
+        full = Compressed("dense", length)
+        say(f"{len(some)} texts of {length} tokens with the full cache")
+        right = [found(stack, full.after(stack.tokens), full.read) for stack in some]
+        solved += sum(map(sum, right))
+        common = f"budget={length // 2},interval=128"
+        caches = {
+            "sinks + recent": f"recent_tokens({common},whole_prompt=True)",
+            "expected_attention, shared out": (
+                f"expected_attention({common},recent=64,whole_prompt=True,caps='kvzip')"
+            ),
+        }
+        for name, cache in caches.items():
+            say(f"texts of {length} tokens with {name}")
+            model = Compressed(cache, length)
+            kept = _kept(some, right, model.after, model.read, found)
+            best.setdefault(name, []).append(kept)
+            notes.append(f"{name} at {length}: {kept} of {sum(map(sum, right))}")
+    share = 100.0 * max(map(sum, best.values())) / solved
+    return {
+        _NEEDLES: Measurement(share, note=f"{solved} solved by the full cache; " + "; ".join(notes))
+    }
+
+
+def _kept(
+    stacks: list[Any],
+    right: list[list[bool]],
+    after: Callable[[np.ndarray], Any],
+    read: Callable[[np.ndarray, int, Any], np.ndarray],
+    found: Callable[..., list[bool]],
+) -> int:
+    """Questions answered, of those that were answered with the full cache."""
+    total = 0
+    for stack, solved in zip(stacks, right, strict=True):
+        answers = found(stack, after(stack.tokens), read)
+        total += sum(was and now for was, now in zip(solved, answers, strict=True))
+    return total
