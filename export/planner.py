@@ -12,8 +12,10 @@ from tfkv.export.engine import PREFILL_PIECE
 from tfkv.export.geometry import ENDLESS, CacheGeometry
 from tfkv.export.history import BYTES_PER_TOKEN as HISTORY_BYTES_PER_TOKEN
 from tfkv.export.importers.source import expected_tensors
+from tfkv.export.kept_tokens import kept_bytes
 from tfkv.export.packed_weights import BYTES_PER_WEIGHT
 from tfkv.layers.cache_spec import CacheSpec
+from tfkv.layers.policies import EvictingPolicy
 
 #: What a warm server holds besides weights and sessions: program, compiled code, buffers.
 #: `path.resident_mb` of `make figures` is held to this.
@@ -32,9 +34,11 @@ class MemoryPlan:
         key_bytes: Of the keys of one token, all layers; exact.
         value_bytes: Of its values; exact.
         page_bytes: Of one page; exact.
-        session_pages: Pages that a session of `context` tokens takes.
+        session_pages: Pages that a session of `context` tokens takes; with a policy that evicts,
+            once it has: a prompt that is judged whole takes pages for all of it before.
         history_bytes: Of the token history of one session.
-        exact_bytes: Of what the codec keeps exactly of one session.
+        beside_bytes: Of one session beside its pages: what its codec keeps exactly, and what a
+            policy that evicts has kept.
         weight_bytes: Of the weights as they are served.
         memory: The budget.
     """
@@ -46,7 +50,7 @@ class MemoryPlan:
     page_bytes: int
     session_pages: int
     history_bytes: int
-    exact_bytes: int
+    beside_bytes: int
     weight_bytes: int
     memory: int
 
@@ -57,13 +61,13 @@ class MemoryPlan:
 
     @property
     def session_bytes(self) -> int:
-        """Bytes of one session: its pages, its history and its exact tokens."""
+        """Bytes of one session: its pages, its history and what it has beside them."""
         return self.session_pages * self.page_bytes + self._slot_bytes
 
     @property
     def _slot_bytes(self) -> int:
         """Bytes of a session's slot, pages apart."""
-        return self.history_bytes + self.exact_bytes
+        return self.history_bytes + self.beside_bytes
 
     @property
     def fixed_bytes(self) -> int:
@@ -123,6 +127,7 @@ def plan_memory(
     Raises:
         ConfigError: A value is out of range, or the cache cannot be had for this model.
     """
+    given = str(CacheSpec.parse(engine.cache))
     endless = CacheSpec.parse(engine.cache).policy.furthest is not None
     most = ENDLESS if endless else model.context_length
     if not 1 <= context <= most:
@@ -132,7 +137,9 @@ def plan_memory(
         )
     if memory < 1:
         raise ConfigError(f"`memory` must be at least 1 byte. Received: memory={memory}.")
-    engine = dataclasses.replace(engine, capacity=max(context, 2 * engine.page_size))
+    engine = dataclasses.replace(
+        engine, cache=_without_caps(engine.cache), capacity=max(context, 2 * engine.page_size)
+    )
     geometry = CacheGeometry.of(model, engine, PREFILL_PIECE)
     codec, size = geometry.cache.codec, engine.page_size
     codec.check(model.head_dim)
@@ -141,15 +148,34 @@ def plan_memory(
         heads * codec.sides()[side].bytes_per_token(model.head_dim) for side in ("keys", "values")
     )
     return MemoryPlan(
-        cache=str(geometry.cache),
+        cache=given,
         context=context,
         key_bytes=keys,
         value_bytes=values,
         page_bytes=size * (keys + values),
-        session_pages=min(math.ceil(context / size), geometry.columns),
+        session_pages=_pages_at_rest(geometry, context),
         history_bytes=(engine.history or model.context_length) * HISTORY_BYTES_PER_TOKEN,
-        exact_bytes=heads * codec.exact_bytes(model.head_dim),
+        beside_bytes=heads * codec.exact_bytes(model.head_dim)
+        + kept_bytes(model, geometry, engine),
         weight_bytes=BYTES_PER_WEIGHT
         * sum(math.prod(shape) for _, shape in expected_tensors(model)),
         memory=memory,
     )
+
+
+def _without_caps(cache: str) -> str:
+    """The cache with equal budgets: shared out they take as many bytes, but for a part of a page
+    in each head."""
+    spec = CacheSpec.parse(cache)
+    if not isinstance(spec.policy, EvictingPolicy):
+        return cache
+    return str(dataclasses.replace(spec, policy=dataclasses.replace(spec.policy, caps="")))
+
+
+def _pages_at_rest(geometry: CacheGeometry, context: int) -> int:
+    size, policy = geometry.page_size, geometry.cache.policy
+    pages = min(math.ceil(context / size), geometry.columns)
+    if not isinstance(policy, EvictingPolicy) or context <= policy.budget + policy.interval:
+        return pages
+    # What came since the last eviction, which need not begin with a page.
+    return min(pages, math.ceil(policy.interval / size) + 1)

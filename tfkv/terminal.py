@@ -195,7 +195,7 @@ def plan_table(plan: Mapping[str, Any]) -> Table:
     rows = {
         "a token: keys": plan["key_bytes"],
         "a token: values": plan["value_bytes"],
-        "a session: what its codec keeps exactly": plan["exact_bytes"],
+        "a session: kept beside its pages": plan["beside_bytes"],
         f"a session: {plan['session_pages']} pages, history, exact tokens": plan["session_bytes"],
         "weights": plan["weight_bytes"],
         "budget": plan["memory"],

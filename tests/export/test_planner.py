@@ -27,7 +27,7 @@ def test_pages_are_those_that_an_engine_allocates(policy: str, codec: str):
     history = built.history
     held = sum(v.nbytes for v in (history.tokens, history.kinds, history.logprobs))
     assert found.history_bytes * 3 == held
-    assert found.exact_bytes == built.beside_bytes
+    assert found.beside_bytes == built.beside_bytes
     weights = sum(variable.shape.num_elements() * 4 for variable in built.weights.variables)
     assert found.weight_bytes == weights
 
@@ -52,6 +52,18 @@ def test_a_window_needs_no_more_pages_than_it_shows():
     found = plan_memory(tiny_model.CONFIG, window, longest, MB)
     dense = plan_memory(tiny_model.CONFIG, EngineConfig(page_size=16), longest, MB)
     assert found.session_pages < dense.session_pages
+
+
+@pytest.mark.parametrize("caps", ["", "kvzip"])
+def test_a_policy_that_evicts_takes_its_budget_and_the_pages_since(caps: str):
+    cache = f"key_diff(budget=64,whole_prompt=True,caps={caps!r})+int8"
+    engine = EngineConfig(cache=cache, page_size=16)
+    short, long = (plan_memory(tiny_model.CONFIG, engine, n, MB) for n in (300, 500))
+    # Two layers and KV heads: 64 entries of keys and values of 8 + 4 bytes, and a position.
+    assert short.beside_bytes == long.beside_bytes == 4 * 64 * (2 * 12 + 4)
+    # 64 tokens since the last eviction, which may lie on five pages.
+    assert short.session_pages == long.session_pages == 5
+    assert plan_memory(tiny_model.CONFIG, engine, 100, MB).session_pages == 7
 
 
 def test_a_session_without_an_end_takes_what_its_window_does():

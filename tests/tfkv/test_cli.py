@@ -136,6 +136,22 @@ def test_eval_refuses_a_text_that_is_none(no_tensorflow, tmp_path):
     assert run("eval", "smollm2", *options, tmp_path / "none.txt").exit_code == 2
 
 
+def test_calibrations_that_cannot_be_used_are_refused(tmp_path):
+    odd = tmp_path / "odd.txt"
+    odd.write_bytes(b"\xff\xfe")
+    result = run("calibrate", "smollm2", tmp_path / "out.json", "--text", odd)
+    assert result.exit_code == 1
+    assert "`--text` must be UTF-8" in plain(result.output)
+    missing = run("export", "smollm2", tmp_path / "a", "--calibration", tmp_path / "none.json")
+    assert missing.exit_code == 2
+    other = tmp_path / "other.json"
+    other.write_text('{"fingerprint": "f", "tokens": 2048, "passages": 1, "tables": {}}')
+    given = ("--cache", "ada_kv", "--calibration", other)
+    refused = run("export", "smollm2", tmp_path / "a", *given)
+    assert refused.exit_code == 1
+    assert "made with other weights" in plain(refused.output)
+
+
 def test_inspect_json_is_the_manifest_and_the_bytes(artifact):
     result = run("inspect", artifact, "--json")
     facts = json.loads(result.stdout)
@@ -215,18 +231,21 @@ def test_wrong_values(arguments, message):
 def test_export_hands_options_to_the_exporter(no_tensorflow, monkeypatch, tmp_path):
     seen = {}
 
-    def export(source, out_dir, engine, *, progress):
+    def export(source, out_dir, engine, *, calibration, progress):
         progress("verify", 2, 2)
-        seen.update(source=source, out=out_dir, engine=engine)
+        seen.update(source=source, out=out_dir, engine=engine, calibration=calibration)
         return out_dir / "1"
 
     monkeypatch.setitem(sys.modules, "tfkv.export", types.SimpleNamespace(export=export))
     arguments = ["--cache", "dense+int8", "--slots", 2, "--batch-sizes", "1,2", "--no-xla"]
+    table = tmp_path / "calibration.json"
+    table.write_text("{}")
+    arguments += ["--calibration", table]
     result = run("export", "smollm2", tmp_path / "out", *arguments)
     assert result.exit_code == 0, result.output
     assert result.stdout.strip() == str(tmp_path / "out" / "1")
     assert "Verifying: 2/2" in result.stderr
-    assert seen["source"] == "smollm2"
+    assert (seen["source"], seen["calibration"]) == ("smollm2", table)
     assert seen["engine"] == EngineConfig(
         cache="dense+int8", slots=2, batch_sizes=(1, 2), xla=False
     )
