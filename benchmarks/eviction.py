@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -47,7 +47,7 @@ class Compressed:
 
     def __init__(self, cache: str, tokens: int) -> None:
         from tfkv.causal_lm import CausalLM
-        from tfkv.layers.layer_caches import layer_caches
+        from tfkv.layers.per_layer import layer_caches
         from tfkv.prefix_compression import PrefixCompressor
 
         source = texts.model()
@@ -99,41 +99,45 @@ class Compressed:
         return np.concatenate(found)
 
 
-@measures(_KEEP25)
-def keep25(say: Say) -> Measured:
-    """KL of 512 later tokens where a quarter of 2048 was kept, over that of sinks and newest."""
-    text, most = texts.real_text()[_CALIBRATED:], _READ // 4
+def later_kl(caches: dict[str, str], say: Say) -> Iterator[tuple[str, float, int]]:
+    """Name, KL of 512 later tokens where a cache keeps what it does of 2048, and bytes of it."""
+    text = texts.real_text()[_CALIBRATED:]
     stride = (len(text) - _READ - _LATER) // 4
     passages = [text[first : first + _READ + _LATER] for first in range(0, 4 * stride, stride)]
-    full = Compressed("dense", _READ)
-    expected = []
+    full, expected = Compressed("dense", _READ), []
     for index, passage in enumerate(passages):
         say(f"passage {index + 1} of {len(passages)} with the full cache")
         expected.append(full.read(passage[_READ:], _READ, full.after(passage[:_READ])))
-    common = f"budget={most},interval={_LATER},sinks=4"
+    for name, cache in caches.items():
+        say(name)
+        model = Compressed(cache, _READ)
+        gaps = [
+            _kl(full_logits, model.read(passage[_READ:], _READ, model.after(passage[:_READ])))
+            for passage, full_logits in zip(passages, expected, strict=True)
+        ]
+        yield name, float(np.mean(gaps)), model.session_bytes
+
+
+@measures(_KEEP25)
+def keep25(say: Say) -> Measured:
+    """KL of 512 later tokens where a quarter of 2048 was kept, over that of sinks and newest."""
+    common = f"budget={_READ // 4},interval={_LATER},sinks=4"
+    found, sizes = {}, set()
     caches = {
         "sinks + recent": f"recent_tokens({common},whole_prompt=True)",
         "random": f"random_eviction({common},whole_prompt=True)",
         "key_diff, shared out": f"key_diff({common},recent=128,whole_prompt=True,caps='kvzip')",
         "kvzip, shared out": f"kvzip({common},caps='kvzip')",
     }
-    found, sizes = {}, {}
-    for name, cache in caches.items():
-        say(name)
-        model = Compressed(cache, _READ)
-        sizes[name] = model.session_bytes
-        found[name] = np.mean(
-            [
-                _kl(full_logits, model.read(passage[_READ:], _READ, model.after(passage[:_READ])))
-                for passage, full_logits in zip(passages, expected, strict=True)
-            ]
-        )
-    if len(set(sizes.values())) != 1:
+    for name, gap, size in later_kl(caches, say):
+        found[name] = gap
+        sizes.add(size)
+    if len(sizes) != 1:
         raise ValueError(f"bytes differ: {sizes}")
     best = min(found, key=lambda name: found[name])
-    note = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
-    note = f"{note}; {next(iter(sizes.values())):,} bytes each; best: {best}"
-    return {_KEEP25: Measurement(float(found[best] / found["sinks + recent"]), note=note)}
+    note = ", ".join(f"{name} {gap:.4f}" for name, gap in found.items())
+    note = f"{note}; {sizes.pop():,} bytes each; best: {best}"
+    return {_KEEP25: Measurement(found[best] / found["sinks + recent"], note=note)}
 
 
 def _kl(expected: np.ndarray, given: np.ndarray) -> float:

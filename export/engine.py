@@ -333,6 +333,8 @@ class Engine(tf.Module):
         lost = ~self.geometry.reversible(stored.reached, stored.floor, position)
         earliest = self.geometry.earliest_reversible(stored.reached, stored.floor)
         refusal = refusal.when(lost, Status.NOT_REVERSIBLE, earliest)
+        # What was kept by score lies at other positions in each head: there is no one axis.
+        refusal = refusal.when(stored.floor > 0, Status.NOT_REVERSIBLE, stored.floor)
         ok = refusal.status == Status.OK
         position = tf.where(ok, position, -1)
         table = tf.where(ok[:, tf.newaxis], tf.gather(self.table.variables.table.read(), slot), 0)

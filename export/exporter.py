@@ -21,7 +21,7 @@ from tfkv.export.signatures import build_signatures
 from tfkv.export.verification import verify
 from tfkv.export.warmup import write_warmup
 from tfkv.layers.cache_spec import CacheSpec
-from tfkv.layers.layer_caches import layer_caches
+from tfkv.layers.per_layer import layer_caches
 from tfkv.layers.policies import EvictingPolicy
 from tfkv.manifest import (
     MANIFEST_PATH,

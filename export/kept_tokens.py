@@ -15,7 +15,7 @@ from tfkv.export.page_pool import Parts, rows_of_tokens, scatter_rows
 from tfkv.export.page_scan import PageList
 from tfkv.export.transient import TransientVariable
 from tfkv.layers.cache_spec import CacheSpec
-from tfkv.layers.layer_caches import layer_caches
+from tfkv.layers.per_layer import layer_caches
 from tfkv.layers.policies import EvictingPolicy, Seen
 from tfkv.layers.policies.evicting_policy import ABSENT
 from tfkv.layers.shapes import shape_of

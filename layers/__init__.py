@@ -17,6 +17,7 @@ _MODULES = {
     "EntryLayout": "entry_layout",
     "EvictingStore": "evicting_store",
     "RMSNorm": "rms_norm",
+    "layer_caches": "per_layer",
 }
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "EntryLayout",
     "EvictingStore",
     "RMSNorm",
+    "layer_caches",
 ]
 
 

@@ -15,6 +15,8 @@ import numpy as np
 from tfkv.config import DecoderConfig
 from tfkv.errors import ConfigError
 
+__all__ = ["Calibration", "calibrate", "fingerprint_of"]
+
 #: Part of every head's budget that is the same for all, as in Ada-KV; a repetition says so
 #: clearly who looks far that its table needs none.
 _EVEN = 0.2

@@ -15,7 +15,7 @@ from tfkv.errors import ConfigError, ModelSourceError
 from tfkv.layers.cache_spec import CacheSpec
 from tfkv.layers.decoder_block import DecoderBlock
 from tfkv.layers.dense_store import State
-from tfkv.layers.layer_caches import layer_caches
+from tfkv.layers.per_layer import layer_caches
 from tfkv.layers.positions import consecutive_positions
 from tfkv.layers.rms_norm import RMSNorm
 

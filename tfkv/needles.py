@@ -10,6 +10,8 @@ import numpy as np
 
 from tfkv.errors import ConfigError
 
+__all__ = ["FACT", "QUESTION", "Haystack", "found", "haystacks"]
+
 _NAMES = (
     "Alice", "Bruno", "Clara", "David", "Emma", "Felix", "Grace", "Henry", "Irene", "Jonas",
     "Karen", "Lucas", "Maria", "Nadia", "Oscar", "Paula", "Quinn", "Rosa", "Simon", "Tanya",

@@ -11,6 +11,8 @@ from tfkv.causal_lm import CausalLM
 from tfkv.errors import ConfigError
 from tfkv.layers.dense_store import State
 
+__all__ = ["REPEAT", "PrefixCompressor"]
+
 #: What the model is told to do before it is given its own text, as in KVzip.
 REPEAT = "\n\nRepeat the previous context exactly.\n\n"
 

@@ -131,6 +131,7 @@ def test_what_was_evicted_is_not_taken_back_and_a_new_session_knows_nothing_of_i
     earliest = int(refused["detail"])
     assert 128 <= earliest <= 199
     assert evict.truncate(name, earliest)["status"] == Status.OK
+    assert evict.call("attention", name, (), -1, layer=[0])["status"] == Status.NOT_REVERSIBLE
     assert evict.call("snapshot", name, (), page=[0])["status"] == Status.NOT_REVERSIBLE
     assert evict.truncate(name, 0)["status"] == Status.OK
     fresh = evict.name()

@@ -11,7 +11,7 @@ from tfkv.causal_lm import CausalLM
 from tfkv.config import DecoderConfig
 from tfkv.errors import ConfigError
 from tfkv.evaluation import ModelReader
-from tfkv.layers.layer_caches import layer_caches
+from tfkv.layers.per_layer import layer_caches
 from tfkv.prefix_compression import PrefixCompressor
 
 CONFIG = DecoderConfig(64, 3, 32, 4, 2, 8, 48, context_length=256)
