@@ -18,7 +18,7 @@ from tfkv.evaluation import Comparison, compare_caches
 from tfkv.export import model_text
 from tfkv.export.engine import PREFILL_PIECE, Engine
 from tfkv.export.engine_reader import EngineReader
-from tfkv.export.exporter import with_budgets
+from tfkv.export.exporter import checked, with_budgets
 from tfkv.export.importers import ModelSource, load
 from tfkv.layers.cache_spec import CacheSpec
 from tfkv.layers.policies import EvictingPolicy, RandomEviction, RecentTokens
@@ -97,11 +97,11 @@ def against_full(
         A function of policy and codec: what the comparison found, and the bytes that a
         session of one passage stores, for each of its tokens.
     """
-    tokens = len(read[0])
+    tokens, tables = len(read[0]), checked(model, calibration)
 
     def engine(cache: str) -> Engine:
         config = EngineConfig(cache=cache, slots=1, capacity=max(tokens, 128), batch_sizes=(1,))
-        return Engine(model.config, model.weights, with_budgets(model, config, calibration))
+        return Engine(model.config, model.weights, with_budgets(model, config, tables))
 
     full = EngineReader(engine(_FULL))
 

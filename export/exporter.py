@@ -75,7 +75,7 @@ def export(
     report("import", 0, 1)
     model = load(source)
     report("import", 1, 1)
-    config = with_budgets(model, config, calibration)
+    config = with_budgets(model, config, checked(model, calibration))
     root = pathlib.Path(out_dir)
     root.mkdir(parents=True, exist_ok=True)
     stage = pathlib.Path(tempfile.mkdtemp(prefix=".writing-", dir=root))
@@ -88,23 +88,33 @@ def export(
         shutil.rmtree(stage, ignore_errors=True)
 
 
+def checked(
+    model: ModelSource, calibration: Calibration | str | pathlib.Path | None
+) -> Calibration | None:
+    """A calibration, or the one in a file, that is of this model.
+
+    Raises:
+        ConfigError: It is of other weights, or no such file.
+    """
+    if calibration is None:
+        return None
+    if not isinstance(calibration, Calibration):
+        calibration = Calibration.load(calibration)
+    calibration.check(fingerprint_of(model.config, model.weights))
+    return calibration
+
+
 def with_budgets(
-    model: ModelSource,
-    engine: EngineConfig,
-    calibration: Calibration | str | pathlib.Path | None,
+    model: ModelSource, engine: EngineConfig, calibration: Calibration | None
 ) -> EngineConfig:
     """The engine with the budgets of heads, where its policy shares them out.
 
     Raises:
-        ConfigError: The calibration is of other weights, or is needed and was not given.
+        ConfigError: A calibration is needed and was not given.
     """
     spec = CacheSpec.parse(engine.cache)
     if not isinstance(spec.policy, EvictingPolicy) or engine.head_budgets:
         return engine
-    if calibration is not None and not isinstance(calibration, Calibration):
-        calibration = Calibration.load(calibration)
-    if calibration is not None:
-        calibration.check(fingerprint_of(model.config, model.weights))
     layers, heads = model.config.num_layers, model.config.num_key_value_heads
     policies = [one.policy for one in layer_caches(spec, layers, heads, (), calibration)]
     budgets = tuple(
@@ -160,7 +170,8 @@ def _manifest(model: ModelSource, engine: Engine, table: dict) -> Manifest:
 
 def _fingerprint(model: ModelSource, config: EngineConfig) -> str:
     """Equal for equal weights, architecture and cache."""
-    digest = hashlib.sha256(f"{model.config.to_dict()}{config.cache}{config.head_budgets}".encode())
+    kept = f"{model.config.to_dict()}{config.cache}{config.head_budgets or ''}"
+    digest = hashlib.sha256(kept.encode())
     for name in sorted(model.weights):
         digest.update(name.encode())
         digest.update(model.weights[name].data)

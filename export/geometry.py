@@ -12,7 +12,6 @@ from tfkv.layers import masks
 from tfkv.layers.cache_spec import CacheSpec
 from tfkv.layers.entry_layout import EntryLayout
 from tfkv.layers.policies import EvictingPolicy
-from tfkv.layers.policies.cache_policy import round_up
 
 #: Positions of a session that may outgrow the trained context: as far as float32 counts, in
 #: which rotary angles are computed.
@@ -64,10 +63,9 @@ class CacheGeometry:
                     f"`interval` must be at least {chunk} where a policy evicts, what an artifact "
                     f"computes at once. Received: cache={engine.cache!r}."
                 )
-            # What is stored at most, a chunk, and a page that both may share.
-            most = cache.policy.budget + cache.policy.interval
-            most = max(most, capacity) if cache.policy.whole_prompt else most
-            layout = EntryLayout(round_up(most + chunk + page, page))
+            # Beside what is stored a chunk, and a page that both may share.
+            more = chunk + page
+            layout = cache.policy.layout(capacity + more, cache.policy.interval + more, page)
         if not cache.policy.bounded:
             if layout.entries < 2 * page:
                 raise ConfigError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -13,15 +13,41 @@ from tfkv.layers import attention, masks
 from tfkv.layers.cache_spec import CacheSpec
 from tfkv.layers.cache_view import CacheView
 from tfkv.layers.codecs import CODECS, CacheCodec, Coded
-from tfkv.layers.dense_store import DenseStore, State
+from tfkv.layers.codecs.codec import code_of_heads
+from tfkv.layers.dense_store import DenseStore
 from tfkv.layers.evicting_store import Asked, EvictingStore, Weighing
 from tfkv.layers.positions import consecutive_positions, first_position
 from tfkv.layers.ragged_store import RaggedStore
 from tfkv.layers.rotary import look_from, rotary_angles, rotate
+from tfkv.layers.store import State
 from tfkv.layers.stores import make_store
 
 #: How a chunk that was never stored is written.
 _FLOAT32 = CODECS["float32"]
+
+
+class _Chunk(NamedTuple):
+    """Tokens on their way through a layer.
+
+    Attributes:
+        queries: float32 ``[B, K, Q, H]`` of `attention.group_queries`.
+        positions: int32 ``[B, T]``; −1 = padding.
+        exact: Keys and values as they are, float32 ``[B, K, T, H]``.
+        coded: Keys and values as the codec writes them.
+    """
+
+    queries: tf.Tensor
+    positions: tf.Tensor
+    exact: tuple[tf.Tensor, tf.Tensor]
+    coded: tuple[Coded, Coded]
+
+    def of_heads(self, heads: slice) -> _Chunk:
+        """What belongs to some KV heads."""
+        return self._replace(
+            queries=self.queries[:, heads],
+            exact=(self.exact[0][:, heads], self.exact[1][:, heads]),
+            coded=(code_of_heads(self.coded[0], heads), code_of_heads(self.coded[1], heads)),
+        )
 
 
 @keras.saving.register_keras_serializable(package="tfkv")
@@ -210,7 +236,7 @@ class CachedMultiHeadAttention(keras.layers.Layer):
     @property
     def _evicting(self) -> EvictingStore | RaggedStore:
         """The store of a policy that evicts."""
-        if isinstance(self.store, DenseStore) and not isinstance(self.store, EvictingStore):
+        if not isinstance(self.store, (EvictingStore, RaggedStore)):
             raise CacheError(
                 f"Only a policy that evicts does this. Received: cache={str(self.cache)!r}."
             )
@@ -253,20 +279,13 @@ class CachedMultiHeadAttention(keras.layers.Layer):
         x = tf.where((positions >= 0)[..., tf.newaxis], x, tf.zeros_like(x))
         queries, keys, values = self._project_in(x, positions)
         codec = self.cache.codec if state else _FLOAT32
-        exact = (keys, values)
         coded = codec.keys.encode(keys), codec.values.encode(values)
+        chunk = _Chunk(queries, positions, (keys, values), coded)
         if not state:
             part = self._attend(queries, positions, *coded, positions, codec)
         else:
             seen = [
-                self._attend_stored(
-                    queries[:, heads],
-                    positions,
-                    (exact[0][:, heads], exact[1][:, heads]),
-                    (_of_heads(coded[0], heads), _of_heads(coded[1], heads)),
-                    store,
-                    own,
-                )
+                self._attend_stored(chunk.of_heads(heads), store, own)
                 for store, heads, own in self.store.parts(state)
             ]
             part = attention.Partial(
@@ -274,43 +293,28 @@ class CachedMultiHeadAttention(keras.layers.Layer):
             )
         mixed = attention.ungroup_output(attention.normalize(part), self.num_heads)
         if state:
-            state = self.store.write(state, positions, *coded, after=mixed, exact=exact)
+            state = self.store.write(state, positions, *coded, after=mixed, exact=chunk.exact)
             if self.cache.policy.evicts:
                 state = self._evicting.observe(state, Asked(queries, positions))
         return self.attention_output(tf.cast(mixed, self.compute_dtype)), state or {}
 
-    def _attend_stored(
-        self,
-        queries: tf.Tensor,
-        positions: tf.Tensor,
-        exact: tuple[tf.Tensor, tf.Tensor],
-        coded: tuple[Coded, Coded],
-        store: DenseStore,
-        state: State,
-    ) -> attention.Partial:
+    def _attend_stored(self, chunk: _Chunk, store: DenseStore, state: State) -> attention.Partial:
         """Attention of a chunk over what is stored, and over itself."""
-        codec, before = self.cache.codec, first_position(positions)
+        codec, positions = self.cache.codec, chunk.positions
         if codec.recent:
-            return self._attend_mixed(queries, positions, exact, coded, store, state)
-        part = self._attend(queries, positions, *coded, positions, codec)
-        view = store.view(state, before)
-        return attention.merge(self._attend(queries, positions, *view, codec), part)
+            return self._attend_mixed(chunk, store, state)
+        part = self._attend(chunk.queries, positions, *chunk.coded, positions, codec)
+        view = store.view(state, first_position(positions))
+        return attention.merge(self._attend(chunk.queries, positions, *view, codec), part)
 
-    def _attend_mixed(
-        self,
-        queries: tf.Tensor,
-        positions: tf.Tensor,
-        exact: tuple[tf.Tensor, tf.Tensor],
-        coded: tuple[Coded, Coded],
-        store: DenseStore,
-        state: State,
-    ) -> attention.Partial:
+    def _attend_mixed(self, chunk: _Chunk, store: DenseStore, state: State) -> attention.Partial:
         """Attention where the codec keeps the newest tokens exactly: each token is read from
         one of the two, by its distance from the query."""
+        queries, positions, exact, coded = chunk
         codec, before = self.cache.codec, first_position(positions)
         main, kept = store.view(state, before), store.exact_view(state, before)
         there = store.kept_exactly(state, main.positions)
-        asked = positions if main.positions.shape.rank == 2 else positions[:, tf.newaxis]
+        asked = _asking(positions, main.positions)
         old = masks.exact(asked, main.positions, codec.recent, codec.sinks)
         near = masks.exact(positions, kept.positions, codec.recent, codec.sinks)
         here = masks.exact(positions, positions, codec.recent, codec.sinks)
@@ -362,7 +366,7 @@ class CachedMultiHeadAttention(keras.layers.Layer):
         also: tf.Tensor | bool = True,
     ) -> attention.Partial:
         policy = self.cache.policy
-        asked = positions if key_positions.shape.rank == 2 else positions[:, tf.newaxis]
+        asked = _asking(positions, key_positions)
         first_visible = policy.first_visible(asked)
         mask = masks.visible(asked, key_positions, first_visible, policy.sinks) & also
         if policy.furthest is None or self.rope_max_wavelength is None:
@@ -389,9 +393,10 @@ class CachedMultiHeadAttention(keras.layers.Layer):
         }
 
 
-def _of_heads(coded: Coded, heads: slice) -> Coded:
-    """The code of some KV heads."""
-    return {name: part[:, heads] for name, part in coded.items()}
+def _asking(positions: tf.Tensor, keys: tf.Tensor) -> tf.Tensor:
+    """``positions [B, T]`` of queries beside those of keys: ``[B, 1, T]`` where KV heads hold
+    keys of their own."""
+    return positions if keys.shape.rank == 2 else positions[:, tf.newaxis]
 
 
 def _require_tensorflow() -> None:

@@ -10,8 +10,8 @@ import tensorflow as tf
 from tfkv.errors import ConfigError
 from tfkv.layers.cache_spec import CacheSpec
 from tfkv.layers.cached_multi_head_attention import CachedMultiHeadAttention
-from tfkv.layers.dense_store import State
 from tfkv.layers.rms_norm import RMSNorm
+from tfkv.layers.store import State
 
 
 @keras.saving.register_keras_serializable(package="tfkv")

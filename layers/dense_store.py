@@ -12,11 +12,9 @@ from tfkv.layers.cache_view import CacheView
 from tfkv.layers.codecs.codec import Coded
 from tfkv.layers.entry_layout import EntryLayout
 from tfkv.layers.positions import first_position, ranks
+from tfkv.layers.store import CacheStore, State
 
 _EXACT = ("exact/keys", "exact/values")
-
-#: Tensors of a store by name: flat, batch first, of static shape.
-State = dict[str, tf.Tensor]
 
 
 class Plan(NamedTuple):
@@ -37,7 +35,7 @@ class Plan(NamedTuple):
     dropped: tf.Tensor
 
 
-class DenseStore:
+class DenseStore(CacheStore):
     """Holds what a policy retains, one row of tensors for each session of the batch.
 
     Choose it inside a Keras model and in notebooks; an exported engine uses pages.
@@ -124,19 +122,7 @@ class DenseStore:
         counts = ("filled", "reached", "dropped")
         return stored | {name: tf.TensorSpec((batch_size,), tf.int32) for name in counts}
 
-    def init(self, batch_size: int) -> State:
-        """The state of empty sessions."""
-        return {
-            name: tf.zeros(spec.shape, spec.dtype) for name, spec in self.spec(batch_size).items()
-        }
-
-    def bytes_per_session(self) -> int:
-        """Bytes of one row of the state; exact."""
-        return sum(spec.shape.num_elements() * spec.dtype.size for spec in self.spec(1).values())
-
     def parts(self, state: State) -> list[tuple[DenseStore, slice, State]]:
-        """Each store, the KV heads that are its own, and its state: a layer whose heads differ
-        has several."""
         return [(self, slice(None), state)]
 
     def view(self, state: State, before: tf.Tensor | None = None) -> CacheView:
@@ -222,10 +208,6 @@ class DenseStore:
         """What a kind of store keeps beside keys, values and counts, after a write."""
         del state, plan
         return {}
-
-    def reorder(self, state: State, rows: tf.Tensor) -> State:
-        """The state whose row b was row ``rows[b]``: for beams and forks."""
-        return {name: tf.gather(tensor, rows) for name, tensor in state.items()}
 
     def _side(self, state: State, side: str) -> Coded:
         parts = self.cache.codec.sides()[side].spec(self.head_dim)

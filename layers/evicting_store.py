@@ -10,9 +10,10 @@ from tfkv.errors import ConfigError
 from tfkv.layers import attention, masks
 from tfkv.layers.cache_spec import CacheSpec
 from tfkv.layers.cache_view import CacheView
-from tfkv.layers.dense_store import DenseStore, Plan, State, scatter
+from tfkv.layers.dense_store import DenseStore, Plan, scatter
 from tfkv.layers.policies.evicting_policy import EvictingPolicy, Seen
 from tfkv.layers.positions import first_position
+from tfkv.layers.store import State
 
 #: Tensors of a state that a write leaves alone.
 _BESIDE = ("evicted", "queries", "asked_at", "mass")
@@ -40,6 +41,10 @@ class Weighing(NamedTuple):
 
     output_kernel: tf.Tensor
     rope_max_wavelength: float | None
+
+    def of_heads(self, heads: slice) -> Weighing:
+        """What scores of some KV heads need."""
+        return self._replace(output_kernel=self.output_kernel[heads])
 
 
 class EvictingStore(DenseStore):

@@ -14,10 +14,10 @@ from tfkv.config import DecoderConfig
 from tfkv.errors import ConfigError, ModelSourceError
 from tfkv.layers.cache_spec import CacheSpec
 from tfkv.layers.decoder_block import DecoderBlock
-from tfkv.layers.dense_store import State
 from tfkv.layers.per_layer import layer_caches
 from tfkv.layers.positions import consecutive_positions
 from tfkv.layers.rms_norm import RMSNorm
+from tfkv.layers.store import State
 
 if TYPE_CHECKING:
     from tfkv.generation import Generator

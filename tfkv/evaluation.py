@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tfkv.causal_lm import CausalLM
 from tfkv.errors import ConfigError
+from tfkv.pieces import padded_pieces
 
 
 class Reader(Protocol):
@@ -61,16 +62,16 @@ class ModelReader:
     def state_after(self, tokens: np.ndarray, piece: int = 64) -> Any:
         """The state of one session that has read ``tokens [S]``, in pieces."""
         self.start()
-        for first in range(0, len(tokens), piece):
-            row = np.full([piece], -1, np.int32)
-            given = tokens[first : first + piece]
-            row[: len(given)] = given
+        for first, row in padded_pieces(tokens, piece):
             self.read(row, first)
         return self._state
 
-    def go_on(self, state: Any) -> None:
-        """Reads on from a state."""
+    def read_on(self, state: Any, tokens: np.ndarray, position: int, piece: int = 64) -> np.ndarray:
+        """Logits ``[T, V]`` after each of ``tokens [T]``, read from a state on, in pieces."""
         self._state = state
+        pieces = padded_pieces(tokens, piece)
+        logits = [self.read(row, position + first).numpy() for first, row in pieces]
+        return np.concatenate(logits)[: len(tokens)]
 
     def _run(self, ids: tf.Tensor, position: tf.Tensor, state: Any) -> tuple[tf.Tensor, Any]:
         positions = (position + tf.range(ids.shape[1]))[tf.newaxis]
@@ -178,12 +179,14 @@ def compare_caches(
         follow = np.append(np.asarray(text, np.int32)[1:], -1)
         for index, (expected, given) in enumerate(both):
             next_ids = follow[index * piece : (index + 1) * piece]
-            found.append([part.numpy() for part in _compare(expected, given, next_ids)])
+            found.append([part.numpy() for part in compare_logits(expected, given, next_ids)])
     return Comparison(*(np.concatenate(parts) for parts in zip(*found, strict=True)))
 
 
 @tf.function(jit_compile=True, reduce_retracing=True)
-def _compare(expected: tf.Tensor, given: tf.Tensor, follow: tf.Tensor) -> tuple[tf.Tensor, ...]:
+def compare_logits(
+    expected: tf.Tensor, given: tf.Tensor, follow: tf.Tensor
+) -> tuple[tf.Tensor, ...]:
     """Fields of `Comparison` for each row of logits ``[T, V]``; ``follow [T]`` is −1 where no
     token followed."""
 

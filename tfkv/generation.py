@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tfkv.causal_lm import CausalLM
 from tfkv.errors import ConfigError
-from tfkv.layers.dense_store import State
+from tfkv.layers.store import State
 from tfkv.samplers import SamplingParams, sample
 
 #: Stop tokens that one call may name.

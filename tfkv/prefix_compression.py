@@ -9,7 +9,8 @@ import tensorflow as tf
 
 from tfkv.causal_lm import CausalLM
 from tfkv.errors import ConfigError
-from tfkv.layers.dense_store import State
+from tfkv.layers.store import State
+from tfkv.pieces import padded_pieces
 
 __all__ = ["REPEAT", "PrefixCompressor"]
 
@@ -91,11 +92,9 @@ class PrefixCompressor:
         return [{**own, "filled": held} for own in state]
 
     def _feed(self, state: list[State], tokens: np.ndarray, position: int) -> list[State]:
-        for first in range(0, tokens.size, self._piece):
-            row = np.full([1, self._piece], -1, np.int32)
-            given = tokens[first : first + self._piece]
-            row[0, : given.size] = given
-            state = self._read(tf.constant(row), tf.constant(position + first), state)
+        for first, row in padded_pieces(tokens, self._piece):
+            ids = tf.constant(row[np.newaxis])
+            state = self._read(ids, tf.constant(position + first), state)
         return state
 
     def _read_piece(

@@ -22,6 +22,11 @@ class PartSpec(NamedTuple):
     dtype: tf.DType
 
 
+def code_of_heads(coded: Coded, heads: slice) -> Coded:
+    """The code of some KV heads."""
+    return {name: part[:, heads] for name, part in coded.items()}
+
+
 class Dots(Protocol):
     """What attention needs: a `Codec` of both sides, or a `CacheCodec`."""
 

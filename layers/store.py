@@ -1,0 +1,38 @@
+"""What every store of keys and values has in common."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+import tensorflow as tf
+
+#: Tensors of a store by name: flat, batch first, of static shape.
+State = dict[str, tf.Tensor]
+
+
+class CacheStore(abc.ABC):
+    """Holds the sessions of a batch in tensors of fixed shapes, which `spec` names."""
+
+    @abc.abstractmethod
+    def spec(self, batch_size: int) -> dict[str, tf.TensorSpec]:
+        """Shape and dtype of every tensor of the state."""
+
+    @abc.abstractmethod
+    def parts(self, state: State) -> list[tuple[Any, slice, State]]:
+        """Each store with tensors of its own, the KV heads that are its own, and its state: a
+        layer whose heads differ has several."""
+
+    def init(self, batch_size: int) -> State:
+        """The state of empty sessions."""
+        return {
+            name: tf.zeros(spec.shape, spec.dtype) for name, spec in self.spec(batch_size).items()
+        }
+
+    def bytes_per_session(self) -> int:
+        """Bytes of one row of the state; exact."""
+        return sum(spec.shape.num_elements() * spec.dtype.size for spec in self.spec(1).values())
+
+    def reorder(self, state: State, rows: tf.Tensor) -> State:
+        """The state whose row b was row ``rows[b]``: for beams and forks."""
+        return {name: tf.gather(tensor, rows) for name, tensor in state.items()}
