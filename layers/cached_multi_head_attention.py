@@ -223,12 +223,18 @@ class CachedMultiHeadAttention(keras.layers.Layer):
                     f"cache={str(self.cache)!r}. Choose 'recent_tokens', for example."
                 )
             return self._advance(x, positions, state)
-        outputs = []
+        outputs, before = [], state["dropped"]
         for piece in self._pieces(x):
-            state = self._evicting.make_room(state, positions[:, piece], self.weighing())
-            output, state = self._advance(x[:, piece], positions[:, piece], state)
+            # What follows on a refused piece is refused as well.
+            whole = state["dropped"] == before
+            to_come = tf.where(whole[:, tf.newaxis], positions[:, piece], -1)
+            state = self._evicting.make_room(state, to_come, self.weighing())
+            output, state = self._advance(x[:, piece], positions[:, piece], state, whole)
             if keep is not None:
-                hidden = tf.where(keep[:, piece], -1, positions[:, piece])
+                whole = (state["dropped"] == before)[:, tf.newaxis]
+                hidden = tf.where(
+                    whole & ~tf.cast(keep[:, piece], tf.bool), positions[:, piece], -1
+                )
                 state = self._evicting.hide(state, hidden)
             outputs.append(output)
         return tf.concat(outputs, axis=1), state
@@ -272,9 +278,13 @@ class CachedMultiHeadAttention(keras.layers.Layer):
         return self._evicting.worth(state, self.weighing())
 
     def _advance(
-        self, x: tf.Tensor, positions: tf.Tensor, state: State | None
+        self,
+        x: tf.Tensor,
+        positions: tf.Tensor,
+        state: State | None,
+        also: tf.Tensor | bool = True,
     ) -> tuple[tf.Tensor, State]:
-        """One chunk, for which there is room."""
+        """One chunk, for which there is room; written in rows ``also [B]`` alone."""
         # A weight of 0 does not silence what is not finite.
         x = tf.where((positions >= 0)[..., tf.newaxis], x, tf.zeros_like(x))
         queries, keys, values = self._project_in(x, positions)
@@ -293,9 +303,12 @@ class CachedMultiHeadAttention(keras.layers.Layer):
             )
         mixed = attention.ungroup_output(attention.normalize(part), self.num_heads)
         if state:
-            state = self.store.write(state, positions, *coded, after=mixed, exact=chunk.exact)
+            before = state["dropped"]
+            state = self.store.write(state, positions, *coded, mixed, chunk.exact, also)
             if self.cache.policy.evicts:
-                state = self._evicting.observe(state, Asked(queries, positions))
+                written = (state["dropped"] == before)[:, tf.newaxis]
+                asked = Asked(queries, tf.where(written, positions, -1))
+                state = self._evicting.observe(state, asked)
         return self.attention_output(tf.cast(mixed, self.compute_dtype)), state or {}
 
     def _attend_stored(self, chunk: _Chunk, store: DenseStore, state: State) -> attention.Partial:

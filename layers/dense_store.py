@@ -164,6 +164,7 @@ class DenseStore(CacheStore):
         values: Coded,
         after: tf.Tensor | None = None,
         exact: tuple[tf.Tensor, tf.Tensor] | None = None,
+        also: tf.Tensor | bool = True,
     ) -> State:
         """Stores a chunk.
 
@@ -177,6 +178,8 @@ class DenseStore(CacheStore):
                 write, and copies the cache twice a step.
             exact: Keys and values as they were encoded, float32 ``[B, K, T, H]``; needed where
                 the codec keeps some as they are.
+            also: bool ``[B]``, rows that other stores of the same session can write, too: all
+                of them take a chunk, or none.
 
         Returns:
             A state of the same spec. Of a chunk longer than a window, only what the window
@@ -187,7 +190,7 @@ class DenseStore(CacheStore):
                 back more than the window still has, or a row of `after` holds a NaN.
         """
         sound = tf.ones_like(state["filled"], tf.bool) if after is None else _sound(after)
-        plan = self._plan(state, positions, sound)
+        plan = self._plan(state, positions, sound & also)
         if tf.executing_eagerly():
             self._refuse_dropped(state, positions, plan, sound)
         slots, sources, writes = self._slots(plan.entries, self.layout.entries)
@@ -220,7 +223,7 @@ class DenseStore(CacheStore):
         tokens = tf.reduce_sum(tf.cast(given, tf.int32), axis=1)
         start = first_position(positions)
         in_row = tf.reduce_all(~given | (positions - start[:, tf.newaxis] == ranks(given)), axis=1)
-        follows = sound & in_row & (start <= filled) & self._intact(state, start)
+        follows = sound & in_row & (start <= filled) & self.intact(state, start)
         kept = given & follows[:, tf.newaxis]
         if self.capacity >= 0:
             kept &= positions < self.capacity
@@ -235,7 +238,7 @@ class DenseStore(CacheStore):
             dropped=state["dropped"] + tokens - added,
         )
 
-    def _intact(self, state: State, start: tf.Tensor) -> tf.Tensor | bool:
+    def intact(self, state: State, start: tf.Tensor) -> tf.Tensor | bool:
         """Rows whose tokens before ``start [B]`` are all there that a query sees; bool ``[B]``."""
         if self.rollback < 0:
             return True

@@ -24,7 +24,7 @@ class Asked(NamedTuple):
 
     Attributes:
         queries: float32 ``[B, K, Q, H]`` of `attention.group_queries`.
-        positions: int32 ``[B, T]``; −1 = padding.
+        positions: int32 ``[B, T]``; −1 = padding, or not written.
     """
 
     queries: tf.Tensor
@@ -115,15 +115,18 @@ class EvictingStore(DenseStore):
     def make_room(self, state: State, positions: tf.Tensor, weighing: Weighing) -> State:
         """The state with room for a chunk at ``positions [B, T]``, T ≤ `longest_chunk`."""
         count = tf.reduce_sum(tf.cast(positions >= 0, tf.int32), axis=1)
-        # A chunk may take tokens back, and then needs their room.
-        used = tf.minimum(state["filled"], first_position(positions)) - self._shift(state)
+        # A chunk may take tokens back: then it needs their room, and nothing judges them.
+        start = first_position(positions)
+        held = tf.minimum(state["filled"], start)
+        used = held - self._shift(state)
         full = used + count > self.layout.entries
         if positions.shape[1] == 1:
             # A prompt that was kept whole has been read.
             full |= used >= self.policy.budget + self.policy.interval
-        full &= count > 0
+        full &= (count > 0) & self.intact(state, start)
+        asked = state | {"filled": tf.where(full, held, state["filled"])}
         return tf.cond(
-            tf.reduce_any(full), lambda: self.evict(state, weighing, full), lambda: dict(state)
+            tf.reduce_any(full), lambda: self.evict(asked, weighing, full), lambda: dict(state)
         )
 
     def evict(self, state: State, weighing: Weighing, rows: tf.Tensor | None = None) -> State:
@@ -167,13 +170,11 @@ class EvictingStore(DenseStore):
 
     def observe(self, state: State, asked: Asked) -> State:
         """The state after a chunk was written, with what the policy wants to know of it."""
-        there = (asked.positions >= 0) & (asked.positions < state["filled"][:, tf.newaxis])
-        positions = tf.where(there, asked.positions, -1)
         new = dict(state)
         if self.policy.accumulates:
-            new["mass"] = self._add_mass(state, asked.queries, positions)
+            new["mass"] = self._add_mass(state, asked.queries, asked.positions)
         if self.policy.observed:
-            new |= self._keep_newest(state, asked.queries, positions)
+            new |= self._keep_newest(state, asked.queries, asked.positions)
         return new
 
     def _keep_newest(
@@ -214,13 +215,16 @@ class EvictingStore(DenseStore):
         codec, held = self.cache.codec, self._valid(state, state["filled"])
         nothing = tf.zeros_like(held, tf.float32)
         none = tf.zeros([held.shape[0], self.num_key_value_heads, self.group, 0, self.head_dim])
+        asked_at = state.get("asked_at", tf.zeros([held.shape[0], 0], tf.int32))
+        # Queries of tokens that are being taken back have no vote.
+        asked_at = tf.where(asked_at > state["filled"][:, tf.newaxis], 0, asked_at)
         return Seen(
             keys=codec.keys.decode(self._side(state, "keys")),
             values=codec.values.decode(self._side(state, "values")),
             positions=held,
             filled=state["filled"],
             queries=state.get("queries", none),
-            asked_at=state.get("asked_at", tf.zeros([held.shape[0], 0], tf.int32)) - 1,
+            asked_at=asked_at - 1,
             mass=state.get("mass", nothing),
             output_kernel=weighing.output_kernel,
             rope_max_wavelength=weighing.rope_max_wavelength,
@@ -257,7 +261,7 @@ class EvictingStore(DenseStore):
         entries = plan.kept - self._shift(state)[:, tf.newaxis]
         return plan._replace(entries=tf.where(plan.kept >= 0, entries, -1))
 
-    def _intact(self, state: State, start: tf.Tensor) -> tf.Tensor:
+    def intact(self, state: State, start: tf.Tensor) -> tf.Tensor:
         return start >= state["evicted"]
 
 

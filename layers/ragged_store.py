@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import tensorflow as tf
@@ -12,6 +13,7 @@ from tfkv.layers.cache_spec import CacheSpec
 from tfkv.layers.codecs.codec import Coded, code_of_heads
 from tfkv.layers.evicting_store import Asked, EvictingStore, Weighing
 from tfkv.layers.policies.evicting_policy import ABSENT, EvictingPolicy
+from tfkv.layers.positions import first_position
 from tfkv.layers.store import CacheStore, State
 
 
@@ -70,9 +72,10 @@ class RaggedStore(CacheStore):
 
     def make_room(self, state: State, positions: tf.Tensor, weighing: Weighing) -> State:
         """See `EvictingStore.make_room`."""
+        asked = tf.where(self._intact(state, positions)[:, tf.newaxis], positions, -1)
         return self._each(
             state,
-            lambda store, own, heads: store.make_room(own, positions, weighing.of_heads(heads)),
+            lambda store, own, heads: store.make_room(own, asked, weighing.of_heads(heads)),
         )
 
     def evict(self, state: State, weighing: Weighing) -> State:
@@ -102,13 +105,16 @@ class RaggedStore(CacheStore):
         values: Coded,
         after: tf.Tensor | None = None,
         exact: tuple[tf.Tensor, tf.Tensor] | None = None,
+        also: tf.Tensor | bool = True,
     ) -> State:
-        """See `DenseStore.write`."""
+        """See `DenseStore.write`. A row that takes back what one head has evicted past is refused
+        by all of them, so that they hold the same session."""
+        also = self._intact(state, positions) & also
 
         def write(store: EvictingStore, own: State, heads: slice) -> State:
             of_heads = None if exact is None else (exact[0][:, heads], exact[1][:, heads])
             own_keys, own_values = code_of_heads(keys, heads), code_of_heads(values, heads)
-            return store.write(own, positions, own_keys, own_values, after, of_heads)
+            return store.write(own, positions, own_keys, own_values, after, of_heads, also)
 
         return self._each(state, write)
 
@@ -124,6 +130,12 @@ class RaggedStore(CacheStore):
     def hide(self, state: State, positions: tf.Tensor) -> State:
         """See `EvictingStore.hide`."""
         return self._each(state, lambda store, own, _: store.hide(own, positions))
+
+    def _intact(self, state: State, positions: tf.Tensor) -> tf.Tensor:
+        """Rows of which no head has evicted past the beginning of a chunk; bool ``[B]``."""
+        start = first_position(positions)
+        intact = (store.intact(own, start) for store, _, own in self.parts(state))
+        return functools.reduce(tf.logical_and, intact)
 
     def _each(self, state: State, do: Callable[[EvictingStore, State, slice], State]) -> State:
         """The state after `do` of each head's store, of its state and with its heads."""

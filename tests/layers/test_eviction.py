@@ -249,6 +249,24 @@ def test_taking_back_needs_no_room_of_its_own():
     assert (state["filled"].numpy() == 20).all()
 
 
+@pytest.mark.parametrize("name", ["key_diff", "h2o"])
+def test_what_is_taken_back_is_not_judged_when_its_successor_needs_room(name: str):
+    layer = make_layer(of(name, sinks=1, recent=2))
+    x, other = conformance.make_input(24), conformance.make_input(24)[:, ::-1].copy()
+    _, before = conformance.run(layer, x[:, :11], [1] * 11)
+    expected, straight = layer(tf.constant(x[:, 11:15]), state=before)  # evicts at 11
+    _, state = layer(tf.constant(other[:, :1]), state=before)
+    assert (state["evicted"].numpy() == 0).all() and (state["filled"].numpy() == 12).all()
+    positions = np.broadcast_to(np.arange(11, 15, dtype=np.int32), [3, 4])
+    actual, state = layer(tf.constant(x[:, 11:15]), positions=positions, state=state)
+    assert (state["evicted"].numpy() == 11).all() and (state["filled"].numpy() == 15).all()
+    kept, wanted = (layer.store.view(one).positions.numpy() for one in (state, straight))
+    if name == "key_diff":  # h2o counts what a token that was taken back looked at
+        np.testing.assert_array_equal(kept, wanted)
+        np.testing.assert_allclose(actual.numpy(), expected.numpy(), atol=4e-6)
+    assert (kept.max(axis=-1) == 14).all() and ((kept >= 0).sum(-1) == (wanted >= 0).sum(-1)).all()
+
+
 def test_a_row_that_is_full_evicts_alone():
     layer = make_layer(of("key_diff", sinks=1, recent=2))
     x = conformance.make_input(LENGTH, batch=2)
@@ -298,6 +316,22 @@ def test_heads_with_budgets_of_their_own_keep_as_many(name: str):
     for xla in (False, True):
         step = tf.function(lambda x, state: layer(x, state=state), jit_compile=xla)
         np.testing.assert_allclose(conformance.run(layer, x, cuts, step=step)[0], actual, atol=2e-6)
+
+
+def test_what_one_head_has_evicted_past_is_refused_by_all():
+    layer = make_layer(of("snapkv", sinks=1, window=3)[:-1] + ",budgets=(6,9))", capacity=40)
+    x = conformance.make_input(20, batch=1)
+    _, state = conformance.run(layer, x[:, :14], [1] * 14)
+    last = sorted(int(own["evicted"][0]) for _, _, own in layer.store.parts(state))
+    assert 0 <= last[0] < last[1] < 14
+    before = {name: value.numpy() for name, value in state.items()}
+    step = tf.function(lambda x, at, state: layer(x, positions=at, state=state)[1])
+    for width in (2, 9):  # one piece, and several
+        at = tf.range(last[1] - 1, last[1] - 1 + width)[tf.newaxis]
+        after = step(tf.constant(x[:, :width]), at, state)
+        assert after["dropped"].numpy().tolist() == [width]
+        for name in set(before) - {"dropped"}:
+            np.testing.assert_array_equal(after[name].numpy(), before[name], err_msg=name)
 
 
 @pytest.mark.parametrize("name", ["snapkv", "h2o"])
