@@ -19,6 +19,7 @@ _CODECS = {
     "caches.int8_kl": "int8",
     "caches.k8v4_kl": "k8v4",
     "caches.k4v4_rotated_kl": "k4v4",
+    "caches.kivi4_kl": "kivi4",
     "caches.nvfp4_kl": "nvfp4",
 }
 

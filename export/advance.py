@@ -279,7 +279,7 @@ class Advance:
         (loop,) = tf.while_loop(lambda loop: tf.reduce_any(loop.alive), body, (loop,))
         written = columns < loop.made.fed[:, tf.newaxis]
         places = tf.where(written, start[:, tf.newaxis] + columns, -1)
-        parts = decoder.commit(parts, loop.fresh, table, places, plan.filled, tails.slot)
+        parts = decoder.commit(parts, loop.fresh, table, places, plan.filled, tails)
         tokens = tf.where(request.wants_logits[:, tf.newaxis], -1, loop.made.tokens)
         return parts, loop.made._replace(tokens=tokens), tails
 

@@ -139,7 +139,7 @@ class AttentionProbe:
 
     def _keys(self, table: tf.Tensor, layer: tf.Tensor) -> Coded:
         """Coded keys of all entries in each row's layer, parts ``[B, K, ..., S]``."""
-        pool, layout = self._decoder.pool, self._decoder.geometry.layout
+        pool = self._decoder.pool
         rows, columns = tf.shape(table)[0], table.shape[1]
         layers = tf.repeat(layer, columns)
         keys, _ = pool.gather(pool.read(), tf.reshape(table, [-1]), layers)
@@ -149,6 +149,6 @@ class AttentionProbe:
             pages = tf.reshape(part, [rows, columns, heads, *inner, size])
             axes = range(3, 3 + len(inner))
             pages = tf.transpose(pages, [0, 2, *axes, 1, 3 + len(inner)])
-            return tf.reshape(pages, [rows, heads, *inner, layout.entries])
+            return tf.reshape(pages, [rows, heads, *inner, columns * size])
 
         return {name: join(part) for name, part in keys.items()}

@@ -13,11 +13,12 @@ from tfkv.export.exact_tail import ExactTail, Tails
 from tfkv.export.geometry import CacheGeometry
 from tfkv.export.kept_tokens import Evicted, KeptTokens
 from tfkv.export.packed_weights import PackedWeights
+from tfkv.export.page_groups import write_key_groups
 from tfkv.export.page_pool import PagePool, Parts
 from tfkv.export.page_scan import PageList, PageScan
 from tfkv.layers import attention, masks
 from tfkv.layers.attention import Partial
-from tfkv.layers.codecs import FloatCodec
+from tfkv.layers.codecs import ChannelGroups, FloatCodec
 from tfkv.layers.normalization import rms_normalize
 from tfkv.layers.rotary import look_from, rotary_angles, rotate
 from tfkv.layers.shapes import keep_shape, shape_of
@@ -510,7 +511,7 @@ class PackedDecoder:
         x = tf.gather(weights.embedding, tokens)[tf.newaxis]
         x, fresh = self.layers(weights, x, queries_at, attend)
         table, filled = table[tf.newaxis], filled[tf.newaxis]
-        parts = self.commit(parts, fresh, table, queries_at, filled, tails.slot)
+        parts = self.commit(parts, fresh, table, queries_at, filled, tails)
         return x[0], parts
 
     def commit(
@@ -520,7 +521,7 @@ class PackedDecoder:
         table: tf.Tensor,
         positions: tf.Tensor,
         filled: tf.Tensor,
-        slot: tf.Tensor,
+        tails: Tails,
     ) -> Parts:
         """Writes fresh tokens to pages, and those that are kept exactly.
 
@@ -533,7 +534,7 @@ class PackedDecoder:
             table: int32 ``[B, columns]``.
             positions: int32 ``[B, T]``; −1 is written nowhere.
             filled: int32 ``[B]``, positions below it are on pages already.
-            slot: int32 ``[B]``.
+            tails: Fields ``[B]``.
         """
         layout, size = self.geometry.layout, self.geometry.page_size
         keys, values = (
@@ -544,13 +545,16 @@ class PackedDecoder:
             for new in fresh[:2]
         )
         newest = tf.reduce_max(positions, axis=1, keepdims=True)
-        new = positions >= filled[:, tf.newaxis]
+        new = tf.where(positions >= filled[:, tf.newaxis], positions, -1)
+        positions = tf.where(layout.keeps(new, newest + 1), new, -1)
+        codec = self.pool.codec.keys
+        if isinstance(codec, ChannelGroups):
+            where = (self.pool, self.tail, self.geometry)
+            parts = write_key_groups(codec, *where, parts, fresh.keys, table, positions, tails)
         if self.tail.recent:
-            exactly = tf.where(new, positions, -1)
-            exact = self.tail.write(parts["exact"], slot, exactly, keys, values)
+            exact = self.tail.write(parts["exact"], tails.slot, new, keys, values)
             parts = {**parts, "exact": exact}
-        parts = self.kept.observe(parts, slot, tf.where(new, positions, -1), fresh.queries)
-        positions = tf.where(new & layout.keeps(positions, newest + 1), positions, -1)
+        parts = self.kept.observe(parts, tails.slot, new, fresh.queries)
         page = tf.maximum(positions, 0) // size
         physical = tf.gather(table, self.geometry.column_of(page), batch_dims=1)
         physical = tf.where(positions >= 0, physical, 0)

@@ -119,6 +119,16 @@ class ExactTail:
         rows = tails.slot * self.config.num_layers + layer
         return tf.gather(exact["keys"], rows), tf.gather(exact["values"], rows)
 
+    def gather_tokens(self, exact: Exact, slot: tf.Tensor, positions: tf.Tensor) -> tf.Tensor:
+        """Keys at ``positions [B, n]`` in all layers, float32 ``[L · B · n · K, H]``; anything
+        where `holds` does not hold."""
+        entry = self.layout.entry_of(tf.maximum(positions, 0))
+        owner = tf.broadcast_to(slot[:, tf.newaxis], tf.shape(positions))
+        owner, entry = tf.reshape(owner, [-1]), tf.reshape(entry, [-1])
+        rows, offsets = rows_of_tokens(self.config, owner, entry)
+        flat = tf.reshape(exact["keys"], [-1, self.config.head_dim])
+        return tf.gather(flat, rows * self.layout.entries + offsets)
+
     def write(
         self,
         exact: Exact,

@@ -50,10 +50,17 @@ class CacheGeometry:
         # A page of slack at least: a window that straddles pages must not meet itself.
         slack = max(engine.decode_chunk, prefill_piece, page)
         chunk = max(engine.decode_chunk, prefill_piece)
-        if 0 < cache.codec.recent < chunk:
+        together = cache.codec.tokens
+        least = chunk + together - 1
+        if 0 < cache.codec.recent < least:
             raise ConfigError(
-                f"`recent` of a codec must be 0 or at least {chunk}, what an artifact computes at "
+                f"`recent` of a codec must be 0 or at least {least}, what an artifact computes at "
                 f"once. Received: cache={engine.cache!r}, which keeps {cache.codec.recent}."
+            )
+        if page % together:
+            raise ConfigError(
+                f"`page_size` must be a multiple of the {together} tokens that the codec codes "
+                f"together. Received: page_size={page}, cache={engine.cache!r}."
             )
         capacity = min(engine.capacity, model.context_length)
         layout = cache.policy.layout(capacity, slack, page)
@@ -120,13 +127,14 @@ class CacheGeometry:
         if self.cache.policy.evicts:
             return position >= floor
         intact = reached <= self.layout.entries
-        return intact | (self.first_visible(position) >= reached - self.layout.ring)
+        lost = self._written(reached) - self.layout.ring
+        return intact | (self.first_visible(position) >= lost)
 
     def earliest_reversible(self, reached: tf.Tensor, floor: tf.Tensor) -> tf.Tensor:
         """The first position for which `reversible` holds; int32."""
         if self.cache.policy.evicts:
             return floor
-        lost = reached - self.layout.ring
+        lost = self._written(reached) - self.layout.ring
         if self.cache.policy.bounded:
             earliest = lost - self.first_visible(tf.zeros_like(reached))
             return tf.where(reached <= self.layout.entries, 0, earliest)
@@ -134,10 +142,16 @@ class CacheGeometry:
         earliest = self.layout.entries + (pages - 1) * self.page_size
         return tf.where(reached <= self.layout.entries, 0, earliest)
 
+    def _written(self, reached: tf.Tensor) -> tf.Tensor:
+        """End of what writing up to `reached` has overwritten a ring with: whole groups."""
+        together = self.cache.codec.tokens
+        return -tf.math.floordiv(-reached, together) * together
+
     @property
     def rollback(self) -> int:
         """Tokens that can always be taken back; −1 = all, as long as a session does not slide."""
-        return self.cache.policy.rollback(self.layout)
+        rollback = self.cache.policy.rollback(self.layout)
+        return max(rollback - (self.cache.codec.tokens - 1), -1)
 
     def mask(self, queries: tf.Tensor, keys: tf.Tensor) -> tf.Tensor:
         """Visibility of ``keys [A, S]`` for ``queries [A, T]`` by position, ``[A, T, S]``."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import tensorflow as tf
 
 from tfkv.config import DecoderConfig
 from tfkv.export.transient import TransientVariable
-from tfkv.layers.codecs import CacheCodec, Coded
+from tfkv.layers.codecs import CacheCodec, Codec, Coded
 
 #: Parts of the pool by side ("keys", "values") and part name; what else is in it, such as an
 #: `ExactTail` under "exact", goes through as it is.
 Parts = dict[str, dict[str, tf.Tensor]]
+
+_Scatter = Callable[[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor], tf.Tensor]
 
 
 class PagePool:
@@ -43,8 +47,10 @@ class PagePool:
         codec.check(config.head_dim)
         spec = {side: one.spec(config.head_dim) for side, one in codec.sides().items()}
         shapes = {
-            "keys": {name: (*lead, *p.shape, page_size) for name, p in spec["keys"].items()},
-            "values": {name: (*lead, page_size, *p.shape) for name, p in spec["values"].items()},
+            "keys": {n: (*lead, *p.shape, page_size // p.tokens) for n, p in spec["keys"].items()},
+            "values": {
+                n: (*lead, page_size // p.tokens, *p.shape) for n, p in spec["values"].items()
+            },
         }
         self.variables = {
             side: {
@@ -173,7 +179,8 @@ class PagePool:
         keys: tf.Tensor,
         values: tf.Tensor,
     ) -> Parts:
-        """Stores tokens of all layers.
+        """Stores tokens of all layers, but for keys that are coded together: see
+        `page_groups.write_key_groups`.
 
         Args:
             parts: The pool.
@@ -186,17 +193,14 @@ class PagePool:
             The pool with the tokens in it.
         """
         rows, offsets = rows_of_tokens(self.config, pages, offsets)
-        sides = (
-            ("keys", self.codec.keys.encode(keys), _scatter_columns),
-            ("values", self.codec.values.encode(values), scatter_rows),
-        )
-        written = {
-            side: {
-                name: scatter(part, rows, offsets, coded[name])
-                for name, part in parts[side].items()
-            }
-            for side, coded, scatter in sides
-        }
+
+        def side(name: str, codec: Codec, x: tf.Tensor, scatter: _Scatter) -> dict[str, tf.Tensor]:
+            coded = codec.encode(x)
+            return {n: scatter(part, rows, offsets, coded[n]) for n, part in parts[name].items()}
+
+        written = {"values": side("values", self.codec.values, values, scatter_rows)}
+        if self.codec.keys.tokens == 1:
+            written["keys"] = side("keys", self.codec.keys, keys, scatter_columns)
         return {**parts, **written}
 
 
@@ -240,14 +244,25 @@ def scatter_rows(
     return tf.reshape(flat, part.shape)
 
 
-def _scatter_columns(
+def scatter_columns(
     part: tf.Tensor, rows: tf.Tensor, offsets: tf.Tensor, updates: tf.Tensor
 ) -> tf.Tensor:
     """Writes tokens ``[M, X]`` to columns of ``part [R, K, X, C]``; see `scatter_rows`."""
+    flat, places = _columns(part, rows, offsets)
+    places = tf.reshape(places, [-1, 2])
+    flat = tf.tensor_scatter_nd_update(flat, places, tf.reshape(updates, [-1]))
+    return tf.reshape(flat, part.shape)
+
+
+def gather_columns(part: tf.Tensor, rows: tf.Tensor, offsets: tf.Tensor) -> tf.Tensor:
+    """Tokens ``[M, X]`` that `scatter_columns` would write."""
+    return tf.gather_nd(*_columns(part, rows, offsets))
+
+
+def _columns(part: tf.Tensor, rows: tf.Tensor, offsets: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """``part [R, K, X, C]`` as a matrix, and int32 ``[M, X, 2]`` where tokens lie in it."""
     inner, size = part.shape[2:]
     flat = tf.reshape(part, [part.shape[0] * part.shape[1] * inner, size])
     lines = rows[:, tf.newaxis] * inner + tf.range(inner)
     columns = tf.broadcast_to(offsets[:, tf.newaxis], tf.shape(lines))
-    places = tf.reshape(tf.stack([lines, columns], axis=-1), [-1, 2])
-    flat = tf.tensor_scatter_nd_update(flat, places, tf.reshape(updates, [-1]))
-    return tf.reshape(flat, part.shape)
+    return flat, tf.stack([lines, columns], axis=-1)

@@ -20,6 +20,9 @@ class CacheSpec:
         policy: Retention policy.
         codec: Storage codec.
 
+    Raises:
+        ConfigError: The two do not go together; it names what does.
+
     Example:
         >>> str(CacheSpec.parse("sliding_window(window=512)+int8"))
         'sliding_window(window=512)+int8'
@@ -29,6 +32,15 @@ class CacheSpec:
 
     policy: CachePolicy
     codec: CacheCodec
+
+    def __post_init__(self) -> None:
+        if self.policy.evicts and self.codec.tokens > 1:
+            raise ConfigError(
+                f"{self.policy.name!r} keeps tokens one by one, and {self.codec.name!r} codes "
+                f"{self.codec.tokens} of them together. Choose 'int4' or 'k4v4' with it, or "
+                f"'dense' or 'sliding_window' with {self.codec.name!r}. Received: "
+                f"cache={str(self)!r}."
+            )
 
     @classmethod
     def parse(cls, text: str | CacheSpec) -> Self:
@@ -51,8 +63,8 @@ class CacheSpec:
         fields = [field.name for field in dataclasses.fields(policy_type)]
         policy = policy_type(**_known(arguments, name, fields))
         plain = _lookup(CODECS, codec, "codec")
-        changed = _known(codec_arguments, plain.name, ["recent", "sinks"])
-        return cls(policy, dataclasses.replace(plain, **changed))
+        changed = _known(codec_arguments, plain.name, list(plain.arguments()))
+        return cls(policy, plain.changed(changed))
 
     def changed(self, text: str) -> Self:
         """This cache with the policy, the codec, or both, that a cache string names.
@@ -67,12 +79,8 @@ class CacheSpec:
         return dataclasses.replace(self, **{side: getattr(other, side)})
 
     def __str__(self) -> str:
-        usual = CODECS[self.codec.name]
-        given = [
-            f"{name}={getattr(self.codec, name)}"
-            for name in ("recent", "sinks")
-            if getattr(self.codec, name) != getattr(usual, name)
-        ]
+        usual = CODECS[self.codec.name].arguments()
+        given = [f"{name}={x}" for name, x in self.codec.arguments().items() if x != usual[name]]
         arguments = f"({','.join(given)})" if given else ""
         return f"{self.policy}+{self.codec.name}{arguments}"
 

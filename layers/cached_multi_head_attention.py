@@ -12,7 +12,7 @@ from tfkv.errors import CacheError, ConfigError
 from tfkv.layers import attention, masks
 from tfkv.layers.cache_spec import CacheSpec
 from tfkv.layers.cache_view import CacheView
-from tfkv.layers.codecs import CODECS, CacheCodec, Coded
+from tfkv.layers.codecs import CODECS, CacheCodec, Codec, Coded
 from tfkv.layers.codecs.codec import code_of_heads
 from tfkv.layers.dense_store import DenseStore
 from tfkv.layers.evicting_store import Asked, EvictingStore, Weighing
@@ -216,19 +216,20 @@ class CachedMultiHeadAttention(keras.layers.Layer):
         mask = getattr(x, "_keras_mask", None) if mask is None else mask
         x = tf.cast(x, self.compute_dtype)
         positions = self._positions(x, positions, state, mask)
-        if not (state and self.cache.policy.evicts):
-            if keep is not None:
-                raise CacheError(
-                    "`keep` needs a state, and a policy that evicts. Received: "
-                    f"cache={str(self.cache)!r}. Choose 'recent_tokens', for example."
-                )
+        if keep is not None and not (state and self.cache.policy.evicts):
+            raise CacheError(
+                "`keep` needs a state, and a policy that evicts. Received: "
+                f"cache={str(self.cache)!r}. Choose 'recent_tokens', for example."
+            )
+        if not state or self.store.longest_chunk is None:
             return self._advance(x, positions, state)
         outputs, before = [], state["dropped"]
-        for piece in self._pieces(x):
+        for piece in self._pieces(x, self.store.longest_chunk):
             # What follows on a refused piece is refused as well.
             whole = state["dropped"] == before
-            to_come = tf.where(whole[:, tf.newaxis], positions[:, piece], -1)
-            state = self._evicting.make_room(state, to_come, self.weighing())
+            if self.cache.policy.evicts:
+                to_come = tf.where(whole[:, tf.newaxis], positions[:, piece], -1)
+                state = self._evicting.make_room(state, to_come, self.weighing())
             output, state = self._advance(x[:, piece], positions[:, piece], state, whole)
             if keep is not None:
                 whole = (state["dropped"] == before)[:, tf.newaxis]
@@ -248,13 +249,13 @@ class CachedMultiHeadAttention(keras.layers.Layer):
             )
         return self.store
 
-    def _pieces(self, x: tf.Tensor) -> list[slice]:
-        """Pieces of a chunk for which there can always be made room."""
-        width, most = x.shape[1], self._evicting.longest_chunk
+    def _pieces(self, x: tf.Tensor, most: int) -> list[slice]:
+        """Pieces of a chunk that can be read at once."""
+        width = x.shape[1]
         if width is None:
             raise CacheError(
-                "A chunk must have a static width where the policy evicts. Received: "
-                f"x.shape={x.shape} and cache={str(self.cache)!r}."
+                "A chunk must have a static width where the policy evicts or the codec codes "
+                f"tokens together. Received: x.shape={x.shape} and cache={str(self.cache)!r}."
             )
         return [slice(first, min(first + most, width)) for first in range(0, width, most)]
 
@@ -289,7 +290,7 @@ class CachedMultiHeadAttention(keras.layers.Layer):
         x = tf.where((positions >= 0)[..., tf.newaxis], x, tf.zeros_like(x))
         queries, keys, values = self._project_in(x, positions)
         codec = self.cache.codec if state else _FLOAT32
-        coded = codec.keys.encode(keys), codec.values.encode(values)
+        coded = _encoded(codec.keys, keys), _encoded(codec.values, values)
         chunk = _Chunk(queries, positions, (keys, values), coded)
         if not state:
             part = self._attend(queries, positions, *coded, positions, codec)
@@ -336,8 +337,10 @@ class CachedMultiHeadAttention(keras.layers.Layer):
             self._attend(queries, positions, *main, codec, ~(old & there[..., tf.newaxis, :])),
             self._attend(queries, positions, *kept, _FLOAT32, near),
             self._attend(queries, positions, *new, _FLOAT32, here),
-            self._attend(queries, positions, *CacheView(*coded, positions), codec, ~here),
         ]
+        if codec.tokens == 1:
+            own = CacheView(*coded, positions)
+            parts.append(self._attend(queries, positions, *own, codec, ~here))
         return functools.reduce(attention.merge, parts)
 
     def _positions(
@@ -404,6 +407,11 @@ class CachedMultiHeadAttention(keras.layers.Layer):
             "use_bias": self.use_bias,
             "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
         }
+
+
+def _encoded(codec: Codec, x: tf.Tensor) -> Coded:
+    """Codes of a chunk; none where the store knows alone what is coded together."""
+    return codec.encode(x) if codec.tokens == 1 else {}
 
 
 def _asking(positions: tf.Tensor, keys: tf.Tensor) -> tf.Tensor:

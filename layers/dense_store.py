@@ -9,7 +9,9 @@ import tensorflow as tf
 from tfkv.errors import CacheError, ConfigError
 from tfkv.layers.cache_spec import CacheSpec
 from tfkv.layers.cache_view import CacheView
+from tfkv.layers.codecs.channel_groups import ChannelGroups
 from tfkv.layers.codecs.codec import Coded
+from tfkv.layers.codecs.grouping import touched_groups
 from tfkv.layers.entry_layout import EntryLayout
 from tfkv.layers.positions import first_position, ranks
 from tfkv.layers.store import CacheStore, State
@@ -96,23 +98,34 @@ class DenseStore(CacheStore):
         self.cache.codec.check(head_dim)
         self.num_key_value_heads = num_key_value_heads
         self.head_dim = head_dim
-        self.layout = self.cache.policy.layout(capacity, slack)
-        codec = self.cache.codec
+        policy, codec = self.cache.policy, self.cache.codec
+        together = codec.tokens
+        # What is overwritten goes by groups, and nobody may still see any of one.
+        more = together - 1
+        self.layout = policy.layout(capacity, slack + more, together)
+        self._most = policy.layout(capacity, slack).entries
         #: Where the tokens lie that the codec keeps exactly.
         self.exact_layout = EntryLayout(codec.exact_entries, codec.sinks)
         #: Tokens that can be taken back; −1 = all.
-        self.rollback = self.cache.policy.rollback(self.layout)
+        self.rollback = max(policy.rollback(self.layout) - more, -1)
 
     @property
     def capacity(self) -> int:
         """Tokens a session may hold; −1 = any number, of which the policy keeps a part."""
-        return -1 if self.cache.policy.bounded else self.layout.entries
+        return -1 if self.cache.policy.bounded else self._most
+
+    @property
+    def longest_chunk(self) -> int | None:
+        """Most tokens that can be read at once; None = any number."""
+        return self.cache.codec.longest_chunk
 
     def spec(self, batch_size: int) -> dict[str, tf.TensorSpec]:
         """Shape and dtype of every tensor of the state."""
         rows = (batch_size, self.num_key_value_heads, self.layout.entries)
         stored = {
-            f"{side}/{name}": tf.TensorSpec((*rows, *part.shape), part.dtype)
+            f"{side}/{name}": tf.TensorSpec(
+                (*rows[:2], rows[2] // part.tokens, *part.shape), part.dtype
+            )
             for side, codec in self.cache.codec.sides().items()
             for name, part in codec.spec(self.head_dim).items()
         }
@@ -133,7 +146,7 @@ class DenseStore(CacheStore):
             before: int32 ``[B]``; hides this position and all after it, for a chunk that
                 takes them back.
         """
-        positions = self._held(state, self.layout, before)
+        positions = self._held(state, self.layout, before, self.cache.codec.tokens)
         return CacheView(self._side(state, "keys"), self._side(state, "values"), positions)
 
     def exact_view(self, state: State, before: tf.Tensor | None = None) -> CacheView:
@@ -148,10 +161,13 @@ class DenseStore(CacheStore):
         return self.exact_layout.keeps(positions, reached)
 
     @staticmethod
-    def _held(state: State, layout: EntryLayout, before: tf.Tensor | None) -> tf.Tensor:
+    def _held(
+        state: State, layout: EntryLayout, before: tf.Tensor | None, together: int = 1
+    ) -> tf.Tensor:
         """Position that each entry holds, int32 ``[B, S]``; −1 = none that can be read."""
         positions = layout.positions_of(state["filled"])
-        held = layout.keeps(positions, state["reached"][:, tf.newaxis])
+        written = -(-state["reached"] // together) * together
+        held = layout.keeps(positions, written[:, tf.newaxis])
         if before is not None:
             held &= positions < before[:, tf.newaxis]
         return tf.where(held, positions, -1)
@@ -171,7 +187,8 @@ class DenseStore(CacheStore):
         Args:
             state: As of `init` or `write`.
             positions: int32 ``[B, T]``, absolute; −1 = padding, which writes nothing.
-            keys: Encoded by the cache's codec, parts ``[B, K, T, ...]``.
+            keys: Encoded by the cache's codec, parts ``[B, K, T, ...]``; none where it codes
+                tokens together, for it does not know here which ones.
             values: Likewise.
             after: ``[B, ...]``, what was computed from `view`; a row that holds a NaN is
                 refused. Without it XLA does not know that the reads come before the
@@ -199,6 +216,9 @@ class DenseStore(CacheStore):
             for name, part in coded.items():
                 key = f"{side}/{name}"
                 new[key] = scatter(state[key], slots, sources, writes, part)
+        for (side, codec), x in zip(self.cache.codec.sides().items(), exact or (), strict=False):
+            if isinstance(codec, ChannelGroups):
+                new |= self._write_groups(state, plan, side, codec, x)
         new |= self._beside(state, plan)
         if exact is not None and self.exact_layout.entries:
             entries = _newest(plan.kept, plan.filled, self.exact_layout)
@@ -206,6 +226,37 @@ class DenseStore(CacheStore):
             for key, part in zip(_EXACT, exact, strict=True):
                 new[key] = scatter(state[key], slots, sources, writes, part)
         return new
+
+    def _write_groups(
+        self, state: State, plan: Plan, side: str, codec: ChannelGroups, x: tf.Tensor
+    ) -> State:
+        """Codes of all groups that a chunk's keys or values ``x [B, K, T, H]`` join."""
+        touched = touched_groups(plan.kept, codec.tokens)
+        first = touched.positions[:, :: codec.tokens]
+        # Of a chunk longer than the ring the newest groups stay, as tokens do elsewhere.
+        written = -(-plan.filled // codec.tokens) * codec.tokens
+        of_group = _newest(first, written, self.layout)
+        stays = tf.repeat(of_group >= 0, codec.tokens, axis=1) & (touched.positions >= 0)
+        entries = tf.where(stays, self.layout.entry_of(touched.positions), -1)
+        groups = tf.where(of_group >= 0, of_group // codec.tokens, -1)
+        stored = {
+            "codes": _take(state[f"{side}/codes"], entries),
+            "affine": _take(state[f"{side}/affine"], groups),
+        }
+        exact = _take(state[f"exact/{side}"], self.exact_layout.entry_of(touched.positions))
+        there = self.kept_exactly(state, touched.positions)
+        old = tf.where(_of_tokens(there), exact, codec.decode(stored))
+        new = tf.gather(x, touched.sources, axis=2, batch_dims=1)
+        both = tf.where(_of_tokens(touched.fresh), new, old)
+        coded = codec.encode_groups(both, (touched.positions >= 0)[:, tf.newaxis])
+        places = {
+            "codes": self._slots(entries, self.layout.entries),
+            "affine": self._slots(groups, self.layout.entries // codec.tokens),
+        }
+        return {
+            f"{side}/{name}": scatter(state[f"{side}/{name}"], *places[name], coded[name])
+            for name in places
+        }
 
     def _beside(self, state: State, plan: Plan) -> State:
         """What a kind of store keeps beside keys, values and counts, after a write."""
@@ -286,6 +337,17 @@ class DenseStore(CacheStore):
             f"Received: positions[{row}]={positions[row].numpy().tolist()}. Shorten the session, "
             "raise `capacity`, or choose a cache that forgets, such as 'sliding_window'."
         )
+
+
+def _take(stored: tf.Tensor, entries: tf.Tensor) -> tf.Tensor:
+    """Entries ``[B, M]`` of ``stored [B, K, S, ...]``; −1 = any."""
+    heads = tf.tile(tf.maximum(entries, 0)[:, tf.newaxis], [1, stored.shape[1], 1])
+    return tf.gather(stored, heads, axis=2, batch_dims=2)
+
+
+def _of_tokens(flags: tf.Tensor) -> tf.Tensor:
+    """``flags [B, M]`` for tensors ``[B, K, M, H]``."""
+    return flags[:, tf.newaxis, :, tf.newaxis]
 
 
 def _newest(positions: tf.Tensor, end: tf.Tensor, layout: EntryLayout) -> tf.Tensor:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from tfkv.layers.codecs.channel_groups import ChannelGroups
 from tfkv.layers.codecs.codec import CacheCodec, Codec, Coded, Dots, PartSpec
 from tfkv.layers.codecs.float4 import Float4Codec
 from tfkv.layers.codecs.floating import FloatCodec
 from tfkv.layers.codecs.int8 import Int8Codec
 from tfkv.layers.codecs.int8_symmetric import Int8SymmetricCodec
 from tfkv.layers.codecs.integer_blocks import IntegerBlocks
+from tfkv.layers.codecs.kivi import Kivi
 
 #: Exact tokens of codecs of few bits.
 _RECENT, _SINKS = 128, 4
@@ -36,6 +38,7 @@ CODECS: dict[str, CacheCodec] = {
         _same("int8", Int8Codec()),
         _same("int8_symmetric", Int8SymmetricCodec()),
         _few_bits("int4", IntegerBlocks(4)),
+        *(Kivi.of(bits, _RECENT, _SINKS) for bits in (4, 2)),
         *(_rotated(bits) for bits in (8, 6, 4)),
         *(_few_bits(name, Float4Codec(name)) for name in ("nvfp4", "mxfp4")),
     )
@@ -44,6 +47,7 @@ CODECS: dict[str, CacheCodec] = {
 __all__ = [
     "CODECS",
     "CacheCodec",
+    "ChannelGroups",
     "Codec",
     "Coded",
     "Dots",
@@ -52,5 +56,6 @@ __all__ = [
     "Int8Codec",
     "Int8SymmetricCodec",
     "IntegerBlocks",
+    "Kivi",
     "PartSpec",
 ]

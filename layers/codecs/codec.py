@@ -5,7 +5,8 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol, Self
 
 import tensorflow as tf
 
@@ -16,10 +17,14 @@ Coded = dict[str, tf.Tensor]
 
 
 class PartSpec(NamedTuple):
-    """Shape behind the ``[A, K, S]`` axes, and dtype, of one part of a code."""
+    """Shape behind the ``[A, K, S]`` axes, and dtype, of one part of a code.
+
+    Neighbouring tokens may share an entry of it: then its third axis is that much shorter.
+    """
 
     shape: tuple[int, ...]
     dtype: tf.DType
+    tokens: int = 1
 
 
 def code_of_heads(coded: Coded, heads: slice) -> Coded:
@@ -49,10 +54,12 @@ class Codec(abc.ABC):
         name: What it is called.
         rotate: Whether numbers are rotated before they are coded, so that queries have to be,
             too, and mixed values rotated back.
+        tokens: Neighbouring tokens that are coded together; see `ChannelGroups`.
     """
 
     name: str
     rotate = False
+    tokens = 1
 
     def check(self, head_dim: int) -> None:
         """Raises `ConfigError` where heads of this width cannot be written."""
@@ -96,7 +103,9 @@ class Codec(abc.ABC):
 
     def bytes_per_token(self, head_dim: int) -> int:
         """Bytes that one token takes in one KV head of one side; exact."""
-        return sum(math.prod(part.shape) * part.dtype.size for part in self.spec(head_dim).values())
+        parts = self.spec(head_dim).values()
+        of_group = (math.prod(p.shape) * p.dtype.size * self.tokens // p.tokens for p in parts)
+        return sum(of_group) // self.tokens
 
     def round_trip(self, x: tf.Tensor) -> tf.Tensor:
         """What ``x`` will read as once stored, in x's dtype."""
@@ -144,11 +153,40 @@ class CacheCodec:
                 f"`sinks` of a codec need `recent` of at least 1. Received: sinks={self.sinks}, "
                 "recent=0."
             )
+        if self.recent < self.tokens != 1:
+            raise ConfigError(
+                f"`recent` must be at least {self.tokens} where a codec codes {self.tokens} tokens "
+                f"together: they wait for each other. Received: {self.name}(recent={self.recent})."
+            )
+
+    @property
+    def tokens(self) -> int:
+        """Neighbouring tokens that either side codes together."""
+        return max(codec.tokens for codec in self.sides().values())
+
+    @property
+    def longest_chunk(self) -> int | None:
+        """Most tokens that can be read at once; None = any number. Where some are coded
+        together, a query may only read codes of groups that were full before its chunk."""
+        return self.recent - self.tokens + 1 if self.tokens > 1 else None
 
     @property
     def exact_entries(self) -> int:
         """Tokens of a session that are kept exactly as well."""
         return self.recent + self.sinks
+
+    def arguments(self) -> dict[str, int]:
+        """What a cache string may change, and what it is now."""
+        return {"recent": self.recent, "sinks": self.sinks}
+
+    def changed(self, arguments: Mapping[str, int]) -> Self:
+        """The codec with other `arguments`.
+
+        Raises:
+            ConfigError: A value is out of range.
+        """
+        new = {**self.arguments(), **arguments}
+        return dataclasses.replace(self, recent=new["recent"], sinks=new["sinks"])
 
     def sides(self) -> dict[str, Codec]:
         """Both, by the name of the side."""

@@ -1,14 +1,12 @@
-"""Integers of 4, 6 or 8 bits with a scale and a zero for each block of channels."""
+"""Integers of 2, 4, 6 or 8 bits with a scale and a zero for each block of channels."""
 
 from __future__ import annotations
 
 import tensorflow as tf
 
+from tfkv.layers.codecs.affine import LEAST_SCALE, affine_codes, affine_of
 from tfkv.layers.codecs.block_codec import BlockCodec
 from tfkv.layers.codecs.codec import Coded, PartSpec
-
-#: Least scale: a float16 scale of 0 cannot divide.
-_LEAST = 6e-8
 
 
 class IntegerBlocks(BlockCodec):
@@ -20,7 +18,7 @@ class IntegerBlocks(BlockCodec):
     Scale and zero are float16, and codes are computed against the rounded pair.
 
     Args:
-        bits: Of a code: 4, 6 or 8.
+        bits: Of a code: 2, 4, 6 or 8.
         block: Channels that share a scale and a zero.
         rotate: Whether to rotate first; see `BlockCodec`.
 
@@ -37,14 +35,8 @@ class IntegerBlocks(BlockCodec):
         return {"affine": PartSpec((2 * blocks,), tf.float16)}
 
     def quantize(self, x: tf.Tensor) -> tuple[tf.Tensor, Coded]:
-        top = float(2**self.bits - 1)
-        low = tf.reduce_min(x, axis=-1)
-        scale = tf.maximum((tf.reduce_max(x, axis=-1) - low) / top, 1e-7)
-        affine = tf.cast(tf.concat([scale, low], axis=-1), tf.float16)
-        scale, low = tf.split(tf.cast(affine, tf.float32), 2, axis=-1)
-        scale = tf.maximum(scale, _LEAST)
-        codes = tf.round((x - low[..., tf.newaxis]) / scale[..., tf.newaxis])
-        return tf.cast(tf.clip_by_value(codes, 0.0, top), tf.uint8), {"affine": affine}
+        affine = affine_of(x, self.bits, axis=-1)
+        return affine_codes(x, affine, self.bits, axis=-1), {"affine": affine}
 
     def levels(self, codes: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
         return tf.cast(codes, dtype)
@@ -54,4 +46,4 @@ class IntegerBlocks(BlockCodec):
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         numbers = tf.unstack(tf.cast(coded["affine"], dtype), axis=axis)
         blocks = len(numbers) // 2
-        return [tf.maximum(scale, _LEAST) for scale in numbers[:blocks]], numbers[blocks:]
+        return [tf.maximum(scale, LEAST_SCALE) for scale in numbers[:blocks]], numbers[blocks:]

@@ -5,8 +5,13 @@ from __future__ import annotations
 import tensorflow as tf
 
 
+def codes_together(bits: int) -> int:
+    """Codes of 2, 4, 6 or 8 bits that fill whole bytes together."""
+    return {2: 4, 4: 2, 6: 4, 8: 1}[bits]
+
+
 def packed_size(count: int, bits: int) -> int:
-    """Bytes that `count` codes of 4, 6 or 8 bits take."""
+    """Bytes that `count` codes of 2, 4, 6 or 8 bits take."""
     return count * bits // 8
 
 
@@ -17,15 +22,17 @@ def pack(codes: tf.Tensor, bits: int) -> tf.Tensor:
     Unpacking is then a concatenation, and never an interleaving.
 
     Args:
-        codes: n is a multiple of two at 4 bits, of four at 6.
-        bits: 4, 6 or 8.
+        codes: n is a multiple of `codes_together`.
+        bits: 2, 4, 6 or 8.
     """
     if bits == 8:
         return codes
     shift, either = tf.bitwise.left_shift, tf.bitwise.bitwise_or
-    if bits == 4:
-        low, high = tf.split(codes, 2, axis=-1)
-        return either(low, shift(high, _byte(4)))
+    if bits in (2, 4):
+        packed, *more = tf.split(codes, 8 // bits, axis=-1)
+        for place, part in enumerate(more, start=1):
+            packed = either(packed, shift(part, _byte(bits * place)))
+        return packed
     *rest, last = tf.split(codes, 4, axis=-1)
     pieces = (tf.bitwise.right_shift(last, _byte(2 * place)) for place in range(3))
     both = zip(rest, pieces, strict=True)
@@ -46,8 +53,9 @@ def unpack_parts(packed: tf.Tensor, bits: int, axis: int = -1) -> list[tf.Tensor
     if bits == 8:
         return [packed]
     shift, mask = tf.bitwise.right_shift, tf.bitwise.bitwise_and
-    if bits == 4:
-        return [mask(packed, _byte(15)), shift(packed, _byte(4))]
+    if bits in (2, 4):
+        *low, high = (shift(packed, _byte(first)) for first in range(0, 8, bits))
+        return [*(mask(part, _byte(2**bits - 1)) for part in low), high]
     high = tf.split(shift(packed, _byte(6)), 3, axis=axis)
     last = tf.add_n(
         [tf.bitwise.left_shift(part, _byte(2 * place)) for place, part in enumerate(high)]

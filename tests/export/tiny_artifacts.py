@@ -50,6 +50,10 @@ ENGINES["stream"] = EngineConfig(
 ENGINES["exact"] = EngineConfig(
     **{**PLAIN.to_dict(), "capacity": 192, "slots": 3, "cache": "k4v4(recent=64,sinks=2)"}
 )
+# Keys of four tokens coded together.
+ENGINES["kivi"] = EngineConfig(
+    **{**ENGINES["exact"].to_dict(), "cache": "kivi4(recent=67,sinks=2,group=4)"}
+)
 # What scores highest of a session that reads on, and of one that is judged after its prompt.
 ENGINES["evict"] = EngineConfig(
     **{

@@ -26,14 +26,17 @@ def sees(query: int, key: int, window: int | None, sinks: int) -> bool:
     return window is None or query - key < window or key < sinks
 
 
-def stored(x: np.ndarray, codec: str, side: str = "keys") -> np.ndarray:
-    """What ``x [..., H]`` reads as once it was written by a codec."""
+def stored(x: np.ndarray, codec: str, side: str = "keys", group: int = 32) -> np.ndarray:
+    """What ``x [T, ..., H]`` reads as once it was written by a codec; `group` of them together."""
     if codec in ("k8v4", "k6v4", "k4v4"):
         bits = int(codec[1]) if side == "keys" else 4
         turn = hadamard(x.shape[-1])
         return integer_blocks(x @ turn, bits, 64 if bits == 8 else 32) @ turn
     if codec == "int4":
         return integer_blocks(x, 4, 32)
+    if codec.startswith("kivi"):
+        bits = int(codec[4])
+        return channel_groups(x, bits, group) if side == "keys" else integer_blocks(x, bits, 32)
     if codec in ("nvfp4", "mxfp4"):
         return float4(x, codec)
     if codec == "int8_symmetric":
@@ -63,8 +66,17 @@ def integer_blocks(x: np.ndarray, bits: int, block: int) -> np.ndarray:
     low = blocks.min(-1, keepdims=True)
     scale = (blocks.max(-1, keepdims=True) - low) / (2**bits - 1)
     low, scale = (np.float64(np.float16(number)) for number in (low, scale))
-    codes = np.clip(np.round((blocks - low) / scale), 0, 2**bits - 1)
+    codes = np.clip(np.round((blocks - low) / np.maximum(scale, 1e-7)), 0, 2**bits - 1)
     return (codes * scale + low).reshape(x.shape)
+
+
+def channel_groups(x: np.ndarray, bits: int, group: int) -> np.ndarray:
+    """As `integer_blocks`, for each channel of so many tokens ``x [T, ..., H]``."""
+    pieces = [
+        integer_blocks(x[first : first + group].swapaxes(0, -1), bits, group).swapaxes(0, -1)
+        for first in range(0, len(x), group)
+    ]
+    return np.concatenate(pieces)
 
 
 def float4(x: np.ndarray, codec: str) -> np.ndarray:
@@ -108,7 +120,8 @@ def attention(
     name, _, arguments = codec.partition("(")
     exactly = dict(re.findall(r"(\w+)=(\d+)", arguments))
     recent, first = int(exactly.get("recent", 0)), int(exactly.get("sinks", 0))
-    coded = stored(keys, name), stored(values, name, "values")
+    together = int(exactly.get("group", 32))
+    coded = stored(keys, name, "keys", together), stored(values, name, "values")
     heads, head_dim = queries.shape[1:]
     group = heads // keys.shape[1]
     mixed = np.zeros_like(queries)

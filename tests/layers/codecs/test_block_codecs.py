@@ -57,7 +57,7 @@ def test_folded_dots_equal_dots_of_decoded_numbers(name: str, side: str, columns
     np.testing.assert_allclose(codec.finish(codec.mix(weights, coded)), mixed, atol=2e-4)
 
 
-@pytest.mark.parametrize("bits", [4, 6, 8])
+@pytest.mark.parametrize("bits", [2, 4, 6, 8])
 @pytest.mark.parametrize("head_dim", [8, 32, 96, 128])
 def test_blocks_and_bytes_need_not_divide_each_other(bits: int, head_dim: int):
     codec = IntegerBlocks(bits)
@@ -70,7 +70,7 @@ def test_blocks_and_bytes_need_not_divide_each_other(bits: int, head_dim: int):
     np.testing.assert_allclose(codec.mix(weights, coded), tf.matmul(weights, numbers), atol=3e-4)
 
 
-@pytest.mark.parametrize("bits", [4, 6, 8])
+@pytest.mark.parametrize("bits", [2, 4, 6, 8])
 @pytest.mark.parametrize("axis", [-1, -2])
 def test_packed_codes_come_back(bits: int, axis: int):
     codes = np.random.default_rng(0).integers(0, 2**bits, (5, 7, 16)).astype(np.uint8)
