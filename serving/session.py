@@ -590,6 +590,20 @@ class Session:
         self._note_foreign(position)
         self._drop_foreign(Deadline.after(timeout))
 
+    def recompute(self, timeout: float | None = None) -> None:
+        """Has all of the transcript computed again, in context, together with what comes next.
+
+        Choose it before a question about what a policy has evicted by score: with the next
+        call transcript and question are one prompt, all of which the question sees where the
+        policy keeps prompts whole (``whole_prompt``); then it is judged anew. It costs a
+        prefill of the transcript, and pages for all of it until it has been read. To compute
+        single tokens again would be cheaper and wrong: keys and values depend on what stood
+        before them. A window sees no more than it did.
+        """
+        self._check_open()
+        self._end_active()
+        self._close_on_server(Deadline.after(timeout))
+
     def close(self, timeout: float | None = None) -> None:
         """Frees the session on the server. Harmless when repeated."""
         self._end_active()

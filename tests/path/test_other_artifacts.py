@@ -170,3 +170,25 @@ def test_a_server_that_batches_by_itself_breaks_nothing(
         assert stats["rows_padded"] > 0
         assert (stats["integrity"], stats["slots_used"]) == (0, 0)
         assert stats["tokens_decoded"] == 128
+
+
+def test_what_was_evicted_is_seen_again_once_it_was_recomputed(
+    serve: Callable[[EngineConfig], Client], real_text: Sequence[int]
+):
+    cache = "recent_tokens(budget=64,sinks=4,interval=64,whole_prompt=True)"
+    client = serve(EngineConfig(cache=cache, **SMALL))
+    tokenizer = client.tokenizer
+    fact = tokenizer.encode("The secret number of Emma is 4821.\n\n")
+    text = [*fact, *real_text[:400]]
+    question = tokenizer.encode(
+        "\n\nQuestion: What is the secret number of Emma?\nAnswer: The secret number of Emma is"
+    )
+    with client.session() as session, client.session() as fresh:
+        session.generate(text, 1, stream=False)
+        asked = session.logits(question)
+        session.truncate(len(text) + 1)
+        session.recompute()
+        again = session.logits(question)
+        whole = fresh.logits([*session.tokens])
+    np.testing.assert_allclose(again, whole, atol=1e-3)
+    assert np.abs(asked - whole).max() > 0.5

@@ -140,6 +140,19 @@ def test_replay_when_the_session_expired(server: Any, client: Client, expected: 
         assert list(session.generate(max_new_tokens=4)) == expected([*PROMPT, *first], 4)
 
 
+def test_recompute_sends_transcript_and_question_as_one_prompt(
+    server: Any, client: Client, expected: Any
+) -> None:
+    with client.session() as session:
+        first = list(session.generate(PROMPT, 4))
+        session.recompute()
+        assert server.sessions == {}
+        history = [*PROMPT, *first, 40]
+        assert list(session.generate([40], 4)) == expected(history, 4)
+        assert session.replays == 0  # nothing was lost
+        assert only_session(server).tokens == session.tokens
+
+
 def test_server_killed_and_restarted(server: Any, client: Client, expected: Any) -> None:
     with client.session() as session:
         generation = session.generate(LONG, 12)
