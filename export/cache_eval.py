@@ -62,7 +62,7 @@ class EvalPlan:
     tokens: tuple[int, ...] = (2048,)
     passages: int = 4
     continuations: int = 2
-    tasks: tuple[str, ...] = ("needle", "passkey")
+    tasks: tuple[str, ...] = ("needle", "facts")
     task_tokens: tuple[int, ...] = (1024,)
     contexts: int = 2
     depths: int = 5
@@ -332,7 +332,8 @@ def _plain_evictions(cache: str) -> list[str]:
     policy = spec.policy
     if not isinstance(policy, EvictingPolicy) or isinstance(policy, (RandomEviction, RecentTokens)):
         return []
-    common = {name: getattr(policy, name) for name in ("budget", "sinks", "interval")}
+    same = ("budget", "sinks", "interval", "whole_prompt")
+    common = {name: getattr(policy, name) for name in same}
     plain = (RandomEviction(**common), RecentTokens(**common))
     return [str(dataclasses.replace(spec, policy=one)) for one in plain]
 

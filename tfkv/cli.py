@@ -543,7 +543,7 @@ def evaluate(
     ] = 2,
     task: Annotated[
         list[str], typer.Option(help="Kind of task, all or none; give it once for each.")
-    ] = ["needle", "passkey"],  # noqa: B006
+    ] = ["needle", "facts"],  # noqa: B006
     task_tokens: Annotated[
         list[int], typer.Option(help="Tokens of a task's context; give it once for each length.")
     ] = [1024],  # noqa: B006

@@ -256,12 +256,12 @@ def _rest_table(scores: Sequence[Score]) -> Table:
             row[score.measure] = f"{sum(score.agnostic)} / {sum(score.aware)}"
         elif isinstance(score, ContinuationScore):
             count = len(score.expected[0])
-            heads[score.measure] = f"{score.measure}\nfirst of {count} that differ, same"
+            heads[score.measure] = f"{score.measure}\nsame before one of {count} differs; in all"
             first = ", ".join(map(str, score.first_divergence))
             row[score.measure] = f"{first}; {score.agreement_percent:.0f} %"
     title = (
-        "Tasks: answered, of those that the full cache answers; question unknown / known while "
-        "the context was compressed"
+        "What follows; and tasks: answered of those that the full cache answers, the question "
+        "unknown / known while the context was compressed"
     )
     table = Table(title=title, title_justify="left", title_style="bold")
     if not heads:

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import io
 import json
 
 import numpy as np
 import pytest
+from rich.console import Console
 
+from tfkv import terminal
 from tfkv.cache_report import Measuring, Report, evaluate
 from tfkv.cache_scores import ContinuationScore, TaskScore, TextScore, interval
 from tfkv.errors import ConfigError
@@ -164,3 +167,17 @@ def test_answers_that_are_everywhere_have_no_grid(tmp_path):
     report.add(TaskScore("a", "common_word", 32, (None,), (False,), (False,), (False,)))
     assert "<svg" not in report.html()
     assert "<small>–</small>" in report.html(), "nothing counts"
+
+
+def test_the_terminal_shows_a_table_a_length_and_one_of_the_rest():
+    console = Console(width=160, record=True, file=io.StringIO())
+    rows = [score("a", 0.01), score("b", 0.01), score("a", 0.02, length=1280)]
+    tables = terminal.scores_tables([*rows, continued("a"), asked("a", 512), asked("b", 512)])
+    for table in tables:
+        console.print(table)
+    shown = console.export_text()
+    assert [table.row_count for table in tables] == [2, 1, 2]
+    assert shown.count("1,280 tokens, against") == 1
+    assert "3 of 4" in shown and shown.count("1 / 1") == 2
+    assert shown.count("2, 4; 88 %") == 1
+    assert len(terminal.scores_tables(rows)) == 2

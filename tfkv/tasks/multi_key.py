@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
+from tfkv.tasks.needle import FACT, QUESTION
 from tfkv.tasks.task import Context, Hay, Question, Task, drawn, evenly, numbers
 from tfkv.tasks.words import PEOPLE
 
-FACT = "\n\nThe locker code of {name} is {code}.\n\n"
-QUESTION = "\n\nQuestion: What is the locker code of {name}?\nAnswer: The locker code of {name} is"
 _KEYS = 12
 
 
 class MultiKey(Task):
-    """A dozen facts that differ in a name, so that a cache has to keep each apart.
+    """A dozen needles of three digits, so that a cache has to keep each apart from many.
 
     As many as there are depths are asked for.
 
@@ -30,13 +29,13 @@ class MultiKey(Task):
         places = evenly(keys)
         made = []
         for stretch in hay.stretches(length, count):
-            names, codes = drawn(random, PEOPLE, keys), numbers(random, 3, keys)
-            told = zip(names, codes, strict=True)
-            facts = [FACT.format(name=name, code=code) for name, code in told]
+            names, values = drawn(random, PEOPLE, keys), numbers(random, 3, keys)
+            told = zip(names, values, strict=True)
+            facts = [FACT.format(name=name, number=number) for name, number in told]
             questions = []
             for depth in evenly(depths):
                 key = int(keys * depth)
                 asked = hay.encode(QUESTION.format(name=names[key]))
-                questions.append(Question(asked, hay.encode(f" {codes[key]}"), depth))
+                questions.append(Question(asked, hay.encode(f" {values[key]}"), depth))
             made.append(Context(hay.hide(stretch, facts, places), questions))
         return made
