@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from benchmarks.bars import Measurement
 from benchmarks.registry import Measured, Say, measures
 from tfkv.calibration import Calibration, calibrate
 from tfkv.evaluation import ModelReader, compare_logits
+from tfkv.tasks import Context
 
 _READ, _LATER, _PIECE = 2048, 512, 64
 #: Texts that are compressed begin here; those of the calibration end before.
@@ -82,7 +83,7 @@ class Compressed:
         """The state of a session that has read a text."""
         if self._compressor is not None:
             return self._compressor.compress(text)
-        return self._model.evict(self._reader.state_after(text, _PIECE))
+        return self._reader.evicted(self._reader.state_after(text, _PIECE))
 
     def read(self, tokens: np.ndarray, position: int, state: Any) -> np.ndarray:
         """Logits ``[T, V]`` after each of ``tokens [T]``."""
@@ -137,19 +138,19 @@ def keep25(say: Say) -> Measured:
 @measures(_NEEDLES)
 def needles_kept(say: Say) -> Measured:
     """Facts found after half of the text was evicted, of those that the full cache finds."""
-    from tfkv.needles import found, haystacks
+    from tfkv.tasks import TASKS, Hay
 
     stacks, first = {}, _CALIBRATED
     for length, count in ((1024, 14), (2048, 4), (4096, 1)):
-        hay, lengths = texts.real_text()[first:], [length] * count
-        stacks[length] = haystacks(hay, texts.encode, lengths, seed=length)
-        first += sum(lengths)
+        hay = Hay(texts.real_text()[first : first + length * count], texts.encode)
+        stacks[length] = TASKS["needle"].contexts(hay, length, count, depths=8, seed=length)
+        first += length * count
     answered: collections.Counter[str] = collections.Counter()
     solved, notes = 0, []
     for length, some in stacks.items():
         full = Compressed("dense", length)
         say(f"{len(some)} texts of {length} tokens with the full cache")
-        right = [found(stack, full.after(stack.tokens), full.read) for stack in some]
+        right = [_found(stack, full) for stack in some]
         solved += sum(map(sum, right))
         common = f"budget={length // 2},interval=128"
         caches = {
@@ -161,7 +162,7 @@ def needles_kept(say: Say) -> Measured:
         for name, cache in caches.items():
             say(f"texts of {length} tokens with {name}")
             model = Compressed(cache, length)
-            kept = _kept(some, right, model.after, model.read, found)
+            kept = _kept(some, right, model)
             answered[name] += kept
             notes.append(f"{name} at {length}: {kept} of {sum(map(sum, right))}")
     share = 100.0 * max(answered.values()) / solved
@@ -170,16 +171,22 @@ def needles_kept(say: Say) -> Measured:
     }
 
 
-def _kept(
-    stacks: list[Any],
-    right: list[list[bool]],
-    after: Callable[[np.ndarray], Any],
-    read: Callable[[np.ndarray, int, Any], np.ndarray],
-    found: Callable[..., list[bool]],
-) -> int:
+def _kept(contexts: list[Context], right: list[list[bool]], model: Compressed) -> int:
     """Questions answered, of those that were answered with the full cache."""
     total = 0
-    for stack, solved in zip(stacks, right, strict=True):
-        answers = found(stack, after(stack.tokens), read)
+    for context, solved in zip(contexts, right, strict=True):
+        answers = _found(context, model)
         total += sum(was and now for was, now in zip(solved, answers, strict=True))
     return total
+
+
+def _found(context: Context, model: Compressed) -> list[bool]:
+    """Which questions a model answers, each asked of the same compressed context."""
+    from tfkv.tasks.asking import answered
+
+    state = model.after(context.tokens)
+
+    def read(tokens: Sequence[int], position: int) -> np.ndarray:
+        return model.read(np.array(tokens, np.int32), position, state).argmax(axis=-1)
+
+    return [answered(question, len(context.tokens), read) for question in context.questions]

@@ -14,7 +14,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tfkv.export.cache_eval import evaluate_caches
+    from tfkv.export.cache_eval import EvalPlan, evaluate_caches
     from tfkv.export.calibrating import calibrate_model
     from tfkv.export.engine import Engine
     from tfkv.export.exporter import export
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Engine",
+    "EvalPlan",
     "LoadedArtifact",
     "MemoryPlan",
     "calibrate_model",
@@ -33,6 +34,7 @@ __all__ = [
 
 _HOMES = {
     "Engine": "engine",
+    "EvalPlan": "cache_eval",
     "LoadedArtifact": "verification",
     "MemoryPlan": "planner",
     "calibrate_model": "calibrating",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import pathlib
 from collections.abc import Callable, Sequence
@@ -11,10 +12,20 @@ from typing import Any
 import numpy as np
 
 from tfkv import sample_text
-from tfkv.cache_report import CacheScore, Progress, Report, evaluate
+from tfkv.cache_report import Measuring, Progress, Report, evaluate
+from tfkv.cache_scores import (
+    ContinuationScore,
+    Score,
+    TaskScore,
+    TextScore,
+    continuation_measure,
+    task_measure,
+    text_measure,
+)
 from tfkv.calibration import Calibration
 from tfkv.config import EngineConfig
-from tfkv.evaluation import Comparison, compare_caches
+from tfkv.errors import ConfigError
+from tfkv.evaluation import Comparison, compare_caches, continuation
 from tfkv.export import model_text
 from tfkv.export.engine import PREFILL_PIECE, Engine
 from tfkv.export.engine_reader import EngineReader
@@ -22,8 +33,60 @@ from tfkv.export.exporter import checked, with_budgets
 from tfkv.export.importers import ModelSource, load
 from tfkv.layers.cache_spec import CacheSpec
 from tfkv.layers.policies import EvictingPolicy, RandomEviction, RecentTokens
+from tfkv.tasks import TASKS, Context, Hay, chosen
+from tfkv.tasks.asking import Answers, ask
 
 _FULL = "dense+float32"
+#: Tokens that follow a passage, and most tokens of a question with its answer.
+_CONTINUED, _ASKED = 128, 128
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalPlan:
+    """What `evaluate_caches` measures of each cache.
+
+    Args:
+        tokens: Lengths of passages that are read.
+        passages: How many of each length, spread evenly over the text.
+        continuations: Most of them that are continued greedily, over 128 tokens.
+        tasks: Kinds of `tfkv.tasks.TASKS`; ``"all"`` or ``"none"``.
+        task_tokens: Lengths of contexts.
+        contexts: How many of each length; of a kind with one question a context, so many for
+            each depth.
+        depths: Places that a task asks for, spread evenly.
+
+    Raises:
+        ConfigError: A value is out of range.
+    """
+
+    tokens: tuple[int, ...] = (2048,)
+    passages: int = 4
+    continuations: int = 2
+    tasks: tuple[str, ...] = ("needle", "facts")
+    task_tokens: tuple[int, ...] = (1024,)
+    contexts: int = 2
+    depths: int = 5
+
+    def __post_init__(self) -> None:
+        least = {"passages": 1, "continuations": 0, "contexts": 1, "depths": 1}
+        for name, value in least.items():
+            if getattr(self, name) < value:
+                raise ConfigError(
+                    f"`{name}` must be at least {value}. Received: {getattr(self, name)}."
+                )
+        if not self.tokens or (chosen(self.tasks) and not self.task_tokens):
+            raise ConfigError("`tokens` and `task_tokens` must hold one length at least.")
+
+    @property
+    def kinds(self) -> list[str]:
+        """Names of the tasks."""
+        return chosen(self.tasks)
+
+    @property
+    def longest(self) -> int:
+        """Most tokens that a session reads."""
+        asked = [length + _ASKED for length in self.task_tokens] if self.kinds else []
+        return max(*self.tokens, *asked, 128)
 
 
 def evaluate_caches(
@@ -31,16 +94,17 @@ def evaluate_caches(
     caches: Sequence[str],
     out: str | pathlib.Path,
     text: str | None = None,
-    tokens: int = 2048,
-    passages: int = 4,
+    plan: EvalPlan | None = None,
     baselines: bool = True,
     calibration: Calibration | str | pathlib.Path | None = None,
     progress: Progress = lambda *_: None,
-) -> list[CacheScore]:
-    """Compares caches with the full float32 one on real text, and writes a report.
+) -> list[Score]:
+    """Compares caches with the full float32 one, and writes a report.
 
-    Passages are read teacher-forced in pieces of 64 tokens, by the functions and pages that
-    an artifact serves with; all but the newest piece is read back from the cache under test.
+    Everything is read by the functions and pages that an artifact serves with: passages
+    teacher-forced in pieces of 64 tokens, so that all but the newest piece is read back from
+    the cache under test; what follows them, token by token; and contexts of tasks, of whose
+    questions those are asked that the full cache answers.
 
     Args:
         source: As of `tfkv.export.export`; it needs a tokenizer.
@@ -48,37 +112,151 @@ def evaluate_caches(
         out: Directory of ``eval.json`` and ``eval.html``. What it holds already is not
             measured again.
         text: What to read; Python's language reference where left out.
-        tokens: Of a passage.
-        passages: How many, spread evenly over the text.
+        plan: What to measure; the defaults of `EvalPlan` where left out.
         baselines: Whether to measure windows of as many bytes as each cache that forgets
             nothing, without and with sinks: what a codec has to beat; and for each policy that
             evicts, to evict at random and to keep the newest, on the same budget.
         calibration: As of `tfkv.export.export`.
-        progress: Called with ``"caches"``, caches done and caches in all.
+        progress: Called with a stage, ``"caches"``, ``"continuations"`` or ``"tasks"``, scores
+            done and scores in all.
 
     Returns:
-        A score for each of `caches` and of the baselines.
+        A score for each measure and each of `caches` and of the baselines.
 
     Raises:
-        ConfigError: A cache is unknown, or the text is too short.
+        ConfigError: A cache or a task is unknown, or the text is too short.
         ModelSourceError: The source cannot be read, or has no tokenizer.
     """
+    plan = plan or EvalPlan()
     specs = [str(CacheSpec.parse(cache)) for cache in caches]
     model = load(source)
     whole = sample_text.language_reference() if text is None else text
-    read = model_text.passages(model, whole, passages, tokens)
-    if baselines:
-        specs += [w for spec in specs for w in _windows(spec, model.config.head_dim, tokens)]
-        specs += [other for spec in specs for other in _plain_evictions(spec)]
+    bench = CacheBench(model, whole, plan, calibration)
     setting = {
         "model": model.description,
         "text": "Python's language reference" if text is None else "given",
         "text hash": hashlib.sha256(whole.encode()).hexdigest()[:12],
-        "tokens": tokens,
-        "passages": passages,
+        "passages": plan.passages,
+        "continuations": plan.continuations,
+        "contexts": plan.contexts,
+        "depths": plan.depths,
     }
-    report, unlike = Report(out, setting), list(dict.fromkeys(specs))
-    return evaluate(unlike, report, against_full(model, read, calibration), PREFILL_PIECE, progress)
+    report = Report(out, setting)
+
+    def beside(length: int) -> list[str]:
+        others = _baselines(specs, model.config.head_dim, length) if baselines else []
+        return list(dict.fromkeys([*specs, *others]))
+
+    return evaluate(bench.measurings(beside, report), report, progress)
+
+
+class CacheBench:
+    """Takes measures of caches on the pages of an engine.
+
+    Args:
+        model: Architecture, weights and tokenizer.
+        text: What is read, and what facts are hidden in.
+        plan: What is measured.
+        calibration: As of `tfkv.export.export`.
+
+    Raises:
+        ConfigError: The text is too short, or lengths are beyond the model's context.
+    """
+
+    def __init__(
+        self,
+        model: ModelSource,
+        text: str,
+        plan: EvalPlan,
+        calibration: Calibration | str | pathlib.Path | None = None,
+    ) -> None:
+        self._model = model
+        self._plan = plan
+        self._tables = checked(model, calibration)
+        ids = model_text.encode(model, text)
+        self._hay = Hay(ids, lambda said: model_text.encode(model, said).tolist())
+        self._passages = {
+            length: model_text.passages(model, ids, plan.passages, length) for length in plan.tokens
+        }
+        if plan.longest > model.config.context_length:
+            raise ConfigError(
+                f"`task_tokens` must leave {_ASKED} of the model's {model.config.context_length} "
+                f"tokens for questions. Received: task_tokens={plan.task_tokens}."
+            )
+        self._contexts = {
+            (task, length): TASKS[task].contexts(
+                self._hay, length, plan.contexts, plan.depths, seed=length
+            )
+            for task in plan.kinds
+            for length in plan.task_tokens
+        }
+        # One cache at a time beside the full one.
+        self._reader = functools.lru_cache(maxsize=1)(self._read_through)
+
+    def measurings(self, beside: Callable[[int], Sequence[str]], report: Report) -> list[Measuring]:
+        """All that is planned.
+
+        Args:
+            beside: Caches that are measured at a length.
+            report: What was found before.
+        """
+        planned = []
+        take: Callable[[str], Score]
+        for length in self._plan.tokens:
+            take = functools.partial(self.text, length=length)
+            planned.append(Measuring("caches", text_measure(length), beside(length), take))
+        for length in self._plan.tokens if self._plan.continuations else ():
+            take = functools.partial(self.continuation, length=length, report=report)
+            measure = continuation_measure(length)
+            planned.append(Measuring("continuations", measure, beside(length), take))
+        for task, length in self._contexts:
+            take = functools.partial(self.task, task=task, length=length, report=report)
+            planned.append(Measuring("tasks", task_measure(task, length), beside(length), take))
+        return planned
+
+    def text(self, cache: str, length: int) -> TextScore:
+        """Reads passages through a cache and the full one."""
+        passages = self._passages[length]
+        found, bytes_per_token = _compare(self._full, self._reader(cache), passages)
+        return TextScore.of(cache, length, bytes_per_token, found, PREFILL_PIECE)
+
+    def continuation(self, cache: str, length: int, report: Report) -> ContinuationScore:
+        """Continues passages with a cache, and with the full one where that was not done yet."""
+        known = report.of_measure(continuation_measure(length))
+        if isinstance(known, ContinuationScore):
+            expected = known.expected
+        else:
+            expected = self._continued(self._full, length)
+        made = self._continued(self._reader(cache), length)
+        return ContinuationScore(cache, length, expected, made)
+
+    def task(self, cache: str, task: str, length: int, report: Report) -> TaskScore:
+        """Asks what the full cache answers; which that is is found out where it is not known."""
+        contexts = self._contexts[task, length]
+        known = report.of_measure(task_measure(task, length))
+        if isinstance(known, TaskScore):
+            solved = known.solved
+        else:
+            every = (True,) * sum(len(context.questions) for context in contexts)
+            solved, _ = _asked(self._full, contexts, every)
+        agnostic, aware = _asked(self._reader(cache), contexts, solved)
+        depths = tuple(question.depth for context in contexts for question in context.questions)
+        return TaskScore(cache, task, length, depths, solved, agnostic, aware)
+
+    def _continued(self, reader: EngineReader, length: int) -> tuple[tuple[int, ...], ...]:
+        count = min(_CONTINUED, length // 2)
+        begun = [passage[: length - count] for passage in self._passages[length]]
+        return tuple(
+            tuple(continuation(reader, prompt, count))
+            for prompt in begun[: self._plan.continuations]
+        )
+
+    @functools.cached_property
+    def _full(self) -> EngineReader:
+        return self._read_through(_FULL)
+
+    def _read_through(self, cache: str) -> EngineReader:
+        return _reader(self._model, cache, self._plan.longest, self._tables)
 
 
 def against_full(
@@ -97,26 +275,55 @@ def against_full(
         A function of policy and codec: what the comparison found, and the bytes that a
         session of one passage stores, for each of its tokens.
     """
-    tokens, tables = len(read[0]), checked(model, calibration)
+    tables, longest = checked(model, calibration), max(len(read[0]), 128)
+    full = _reader(model, _FULL, longest, tables)
+    return lambda cache: _compare(full, _reader(model, cache, longest, tables), read)
 
-    def engine(cache: str) -> Engine:
-        config = EngineConfig(cache=cache, slots=1, capacity=max(tokens, 128), batch_sizes=(1,))
-        return Engine(model.config, model.weights, with_budgets(model, config, tables))
 
-    full = EngineReader(engine(_FULL))
+def _reader(
+    model: ModelSource, cache: str, capacity: int, tables: Calibration | None
+) -> EngineReader:
+    """Reads through a cache with room for so many tokens."""
+    config = EngineConfig(cache=cache, slots=1, capacity=capacity, batch_sizes=(1,))
+    return EngineReader(Engine(model.config, model.weights, with_budgets(model, config, tables)))
 
-    def compare(cache: str) -> tuple[Comparison, float]:
-        candidate = engine(cache)
-        policy = candidate.geometry.cache.policy
-        entries = min(candidate.geometry.layout.entries, tokens)
-        if isinstance(policy, EvictingPolicy):
-            # On pages are the tokens since the last eviction.
-            entries = min(policy.interval, tokens)
-        found = compare_caches(full, EngineReader(candidate), read, PREFILL_PIECE)
-        stored = candidate.bytes_per_token * entries + candidate.beside_bytes
-        return found, stored / tokens
 
-    return compare
+def _compare(
+    full: EngineReader, reader: EngineReader, read: Sequence[np.ndarray]
+) -> tuple[Comparison, float]:
+    """What `against_full` says of one cache."""
+    found, length = compare_caches(full, reader, read, PREFILL_PIECE), len(read[0])
+    engine = reader.engine
+    policy = engine.geometry.cache.policy
+    entries = min(engine.geometry.layout.entries, length)
+    if isinstance(policy, EvictingPolicy):
+        # On pages are the tokens since the last eviction.
+        entries = min(policy.interval, length)
+    return found, (engine.bytes_per_token * entries + engine.beside_bytes) / length
+
+
+def _asked(
+    reader: EngineReader, contexts: Sequence[Context], wanted: Sequence[bool]
+) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+    """Which questions are answered where they were unknown, and where they were known."""
+    cuts = np.cumsum([len(context.questions) for context in contexts])[:-1]
+    differs = not reader.engine.geometry.cache.policy.chunk_invariant
+    agnostic: list[bool] = []
+    aware: list[bool] = []
+    for context, asks in zip(contexts, np.split(np.array(wanted), cuts), strict=True):
+        if asks.any():
+            answers = ask(reader, context, asks.tolist(), differs)
+        else:
+            answers = Answers(asks.tolist(), asks.tolist())
+        agnostic += answers.agnostic
+        aware += answers.aware
+    return tuple(agnostic), tuple(aware)
+
+
+def _baselines(specs: Sequence[str], head_dim: int, length: int) -> list[str]:
+    """What caches have to beat where so many tokens are read."""
+    windows = [window for spec in specs for window in _windows(spec, head_dim, length)]
+    return windows + [other for spec in specs for other in _plain_evictions(spec)]
 
 
 def _plain_evictions(cache: str) -> list[str]:
@@ -125,7 +332,8 @@ def _plain_evictions(cache: str) -> list[str]:
     policy = spec.policy
     if not isinstance(policy, EvictingPolicy) or isinstance(policy, (RandomEviction, RecentTokens)):
         return []
-    common = {name: getattr(policy, name) for name in ("budget", "sinks", "interval")}
+    same = ("budget", "sinks", "interval", "whole_prompt")
+    common = {name: getattr(policy, name) for name in same}
     plain = (RandomEviction(**common), RecentTokens(**common))
     return [str(dataclasses.replace(spec, policy=one)) for one in plain]
 

@@ -41,7 +41,7 @@ def calibrate_model(
     """
     model = load(source)
     whole = sample_text.language_reference() if text is None else text
-    read = model_text.passages(model, whole, passages, tokens)
+    read = model_text.passages(model, model_text.encode(model, whole), passages, tokens)
     repeat = model_text.encode(model, REPEAT).tolist()
     made = calibrate(model.config, model.weights, read, repeat, progress)
     made.save(out)

@@ -2,55 +2,104 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import tensorflow as tf
 
 from tfkv.export.engine import Engine
 from tfkv.export.kept_tokens import Evicted
+from tfkv.export.page_pool import Parts
+from tfkv.layers.policies import EvictingPolicy
+
+
+class SavedPages(NamedTuple):
+    """What an `EngineReader` held at some time.
+
+    Attributes:
+        parts: All of the engine's cache.
+        floor: int32 ``[1]``, positions below it were evicted from pages.
+    """
+
+    parts: Parts
+    floor: tf.Tensor
 
 
 class EngineReader:
     """Reads through the page pool of an engine, with the functions that its artifact runs.
+
+    Unless it is told that tokens are a prompt, a piece is read as if it were decoded: a policy
+    that wants a prompt whole has read it.
 
     Args:
         engine: The pages of its first slot are overwritten.
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        policy = engine.geometry.cache.policy
+        self.engine = engine
+        self._evicts = isinstance(policy, EvictingPolicy)
+        self._wants_prompts_whole = isinstance(policy, EvictingPolicy) and policy.whole_prompt
         self._step = tf.function(self._run, jit_compile=True, autograph=False)
+        self._evict = tf.function(self._run_eviction, jit_compile=True, autograph=False)
         self._floor = tf.zeros([1], tf.int32)
 
     def start(self) -> None:
         """Forgets what was evicted; else what is read never reaches behind its own position."""
         self._floor = tf.zeros([1], tf.int32)
 
-    def read(self, tokens: np.ndarray, position: int) -> tf.Tensor:
-        """See `Reader.read`."""
+    def read(self, tokens: np.ndarray, position: int, prompt: bool = False) -> tf.Tensor:
+        """See `tfkv.evaluation.SessionReader.read`."""
         ids, at = tf.constant(tokens, tf.int32), tf.constant(position, tf.int32)
-        logits, self._floor = self._step(ids, at, self._floor)
+        # Most policies do not care: no second compilation for them.
+        whole = prompt and self._wants_prompts_whole
+        logits, self._floor = self._step(ids, at, self._floor, whole)
         return logits
 
+    def save(self) -> SavedPages:
+        """What it holds now: buffers that later steps leave alone."""
+        return SavedPages(self.engine.decoder.read_cache(), self._floor)
+
+    def resume(self, saved: SavedPages) -> None:
+        """Goes back to what it held."""
+        self.engine.decoder.assign_cache(saved.parts)
+        self._floor = saved.floor
+
+    def compress(self, position: int) -> None:
+        """See `tfkv.evaluation.SessionReader.compress`."""
+        if self._evicts:
+            self._floor = self._evict(tf.constant([position], tf.int32), self._floor)
+
+    def _table(self) -> tf.Tensor:
+        return tf.range(1, self.engine.geometry.columns + 1)  # no session is about
+
+    def _run_eviction(self, position: tf.Tensor, floor: tf.Tensor) -> tf.Tensor:
+        decoder = self.engine.decoder
+        output = decoder.read_weights().stacked["attention_output"]
+        row = Evicted(tf.constant(0), self._table(), floor[0], position[0])
+        decoder.assign_cache(decoder.kept.evict(decoder.read_cache(), row, output))
+        return position
+
     def _run(
-        self, tokens: tf.Tensor, position: tf.Tensor, floor: tf.Tensor
+        self, tokens: tf.Tensor, position: tf.Tensor, floor: tf.Tensor, prompt: bool
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        decoder = self._engine.decoder
+        decoder = self.engine.decoder
         weights, start = decoder.read_weights(), position[tf.newaxis]
-        slot = tf.zeros([1], tf.int32)
-        table = tf.range(1, self._engine.geometry.columns + 1)  # no session is about
+        slot, table = tf.zeros([1], tf.int32), self._table()
+        there = tokens >= 0
         parts = decoder.kept.begin(decoder.read_cache(), slot, start == 0)
-        # As if each piece were decoded: a policy that wants a prompt whole has read it.
         asks = Evicted(slot, table[tf.newaxis], floor, start)
-        parts, floor = decoder.make_room(weights, parts, asks, tf.shape(tokens)[:1], reads_on=False)
+        count = tf.reduce_sum(tf.cast(there, tf.int32))[tf.newaxis]
+        parts, floor = decoder.make_room(weights, parts, asks, count, reads_on=prompt)
         hidden, parts = decoder.prefill_piece(
             weights,
             parts,
-            tokens,
-            position + tf.range(tokens.shape[0]),
+            tf.where(there, tokens, 0),
+            tf.where(there, position + tf.range(tokens.shape[0]), -1),
             table,
             position,
             filled=position,
-            tails=self._engine.tail.tails(slot, start == 0, tf.zeros_like(slot), start, floor),
+            tails=self.engine.tail.tails(slot, start == 0, tf.zeros_like(slot), start, floor),
         )
         decoder.assign_cache(parts)
         return decoder.logits(weights, hidden), floor

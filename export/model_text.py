@@ -23,16 +23,15 @@ def encode(model: ModelSource, text: str) -> np.ndarray:
     return np.array(Tokenizer.from_str(model.tokenizer_json).encode(text).ids, np.int32)
 
 
-def passages(model: ModelSource, text: str, count: int, tokens: int) -> list[np.ndarray]:
-    """So many passages, spread evenly over a text.
+def passages(model: ModelSource, ids: np.ndarray, count: int, tokens: int) -> list[np.ndarray]:
+    """So many passages, spread evenly over a text of ``ids [M]``.
 
     Raises:
-        ConfigError: A number is out of range, the text is too short, or the model has no
-            tokenizer.
+        ConfigError: A number is out of range, or the text is too short.
     """
     if not PREFILL_PIECE <= tokens <= model.config.context_length or count < 1:
         raise ConfigError(
             f"`tokens` must be from {PREFILL_PIECE} to {model.config.context_length}, and "
             f"`passages` at least 1. Received: tokens={tokens}, passages={count}."
         )
-    return sample_text.passages(encode(model, text), count, tokens)
+    return sample_text.passages(ids, count, tokens)

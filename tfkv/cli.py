@@ -534,24 +534,41 @@ def evaluate(
     cache: Annotated[list[str], typer.Option(help="Policy+codec; give it once for each.")],
     out: Annotated[pathlib.Path, typer.Option(help="Directory of eval.json and eval.html.")],
     text: TextFile = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of a passage.")] = 2048,
+    tokens: Annotated[
+        list[int], typer.Option(help="Tokens of a passage; give it once for each length.")
+    ] = [2048],  # noqa: B006
     passages: Annotated[int, typer.Option(help="Passages, spread over the text.")] = 4,
+    continuations: Annotated[
+        int, typer.Option(help="Passages continued greedily over 128 tokens, 0 = none.")
+    ] = 2,
+    task: Annotated[
+        list[str], typer.Option(help="Kind of task, all or none; give it once for each.")
+    ] = ["needle", "facts"],  # noqa: B006
+    task_tokens: Annotated[
+        list[int], typer.Option(help="Tokens of a task's context; give it once for each length.")
+    ] = [1024],  # noqa: B006
+    contexts: Annotated[int, typer.Option(help="Contexts of each kind and length.")] = 2,
+    depths: Annotated[int, typer.Option(help="Places of facts in a context.")] = 5,
     baselines: Annotated[
         bool,
         typer.Option(help="Also measure windows of as many bytes, and evictions at random."),
     ] = True,
     calibration: CalibrationFile = None,
 ) -> None:
-    """Measures what caches cost in quality: KL, top token and perplexity against bytes."""
+    """Measures what caches cost in quality: KL, top token, perplexity and tasks against bytes."""
     terminal.load_tensorflow()
-    from tfkv.export import evaluate_caches
+    from tfkv.export import EvalPlan, evaluate_caches
 
     given = _text(text)
+    plan = EvalPlan(
+        tuple(tokens), passages, continuations, tuple(task), tuple(task_tokens), contexts, depths
+    )
     with terminal.Steps() as steps:
         scores = evaluate_caches(
-            source, cache, out, given, tokens, passages, baselines, calibration, progress=steps
+            source, cache, out, given, plan, baselines, calibration, progress=steps
         )
-    terminal.output().print(terminal.scores_table(scores))
+    for table in terminal.scores_tables(scores):
+        terminal.output().print(table)
     typer.echo(str(out / "eval.html"))
 
 

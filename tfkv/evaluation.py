@@ -36,6 +36,33 @@ class Reader(Protocol):
         """
 
 
+class SessionReader(Reader, Protocol):
+    """A `Reader` as a server reads: prompts and answers, from states that can be returned to."""
+
+    def read(self, tokens: np.ndarray, position: int, prompt: bool = False) -> tf.Tensor:
+        """Reads on.
+
+        Args:
+            tokens: int32 ``[T]``; −1 behind the last one = no token.
+            position: Of the first of them.
+            prompt: Whether they are a piece of a prompt, which a policy may want whole before
+                it judges.
+
+        Returns:
+            float32 logits ``[T, V]`` after each.
+        """
+
+    def save(self) -> Any:
+        """What it holds now, for `resume`."""
+
+    def resume(self, saved: Any) -> None:
+        """Goes back to what it held, any number of times."""
+
+    def compress(self, position: int) -> None:
+        """Evicts down to the policy's budget after tokens up to `position` were read; caches
+        that do not evict by score stay as they are."""
+
+
 class ModelReader:
     """Reads through the cache of a Keras model: any policy, codec and capacity it has.
 
@@ -73,10 +100,49 @@ class ModelReader:
         logits = [self.read(row, position + first).numpy() for first, row in pieces]
         return np.concatenate(logits)[: len(tokens)]
 
+    def evicted(self, state: Any) -> Any:
+        """A state as after a prompt: no more entries than the budgets of layers that evict."""
+        return self._model.evict(state)
+
     def _run(self, ids: tf.Tensor, position: tf.Tensor, state: Any) -> tuple[tf.Tensor, Any]:
         positions = (position + tf.range(ids.shape[1]))[tf.newaxis]
         logits, state = self._model(ids, positions=positions, state=state)
         return logits[0], state
+
+
+def read_on(
+    reader: SessionReader,
+    tokens: Sequence[int] | np.ndarray,
+    position: int,
+    prompt: bool = False,
+    piece: int = 64,
+) -> np.ndarray:
+    """Reads ``tokens [T]`` in pieces, and gives the likeliest next token after each, int64 ``[T]``;
+    see `SessionReader.read`."""
+    found = [
+        tf.argmax(reader.read(row, position + first, prompt), axis=-1).numpy()
+        for first, row in padded_pieces(tokens, piece)
+    ]
+    return np.concatenate([np.zeros([0], np.int64), *found])[: len(tokens)]
+
+
+def continuation(
+    reader: SessionReader, prompt: Sequence[int] | np.ndarray, count: int
+) -> list[int]:
+    """The `count` tokens that follow a prompt greedily, one at a time.
+
+    Args:
+        reader: Reads all of the prompt but the last token as a prompt, the rest as a server
+            decodes.
+        prompt: Token ids, one at least.
+        count: Tokens to give.
+    """
+    reader.start()
+    read_on(reader, prompt[:-1], 0, prompt=True)
+    made = [int(prompt[-1])]
+    for step in range(count):
+        made.append(int(read_on(reader, made[-1:], len(prompt) - 1 + step, piece=1)[0]))
+    return made[1:]
 
 
 def teacher_forced_logits(

@@ -18,7 +18,7 @@ from rich.table import Table
 from tfkv.manifest import Manifest
 
 if TYPE_CHECKING:
-    from tfkv.cache_report import CacheScore
+    from tfkv.cache_scores import Score, TextScore
 
 _STAGES = {
     "load": "Loading",
@@ -27,6 +27,8 @@ _STAGES = {
     "export": "Exporting",
     "verify": "Verifying",
     "caches": "Reading the text",
+    "continuations": "Continuing it",
+    "tasks": "Asking",
 }
 
 
@@ -211,10 +213,20 @@ def plan_table(plan: Mapping[str, Any]) -> Table:
     return table
 
 
-def scores_table(scores: Sequence[CacheScore]) -> Table:
-    """What `tfkv eval` shows."""
-    full = f"{scores[0].full_perplexity:.3f}" if scores else "unknown"
-    title = f"Against the full float32 cache, whose perplexity is {full}"
+def scores_tables(scores: Sequence[Score]) -> list[Table]:
+    """What `tfkv eval` shows: a table of text for each length, and one of the rest."""
+    from tfkv.cache_scores import TextScore
+
+    texts = [score for score in scores if isinstance(score, TextScore)]
+    by_length = {score.length: [s for s in texts if s.length == score.length] for score in texts}
+    tables = [_text_table(length, rows) for length, rows in by_length.items()]
+    rest = _rest_table([score for score in scores if not isinstance(score, TextScore)])
+    return tables + [rest] if rest.columns else tables
+
+
+def _text_table(length: int, scores: Sequence[TextScore]) -> Table:
+    full = f"{scores[0].full_perplexity:.3f}"
+    title = f"{length:,} tokens, against the full float32 cache, whose perplexity is {full}"
     table = Table(title=title, title_justify="left", title_style="bold")
     table.add_column("cache", overflow="fold")
     for name in ("bytes a token", "KL, nats", "p99", "same top", "perplexity"):
@@ -228,6 +240,37 @@ def scores_table(scores: Sequence[CacheScore]) -> Table:
             f"{score.top1_percent:.2f} %",
             f"{score.perplexity:.3f}",
         )
+    return table
+
+
+def _rest_table(scores: Sequence[Score]) -> Table:
+    """A row a cache, a column a measure; no columns where there is nothing."""
+    from tfkv.cache_scores import ContinuationScore, TaskScore
+
+    cells: dict[str, dict[str, str]] = {}
+    heads: dict[str, str] = {}
+    for score in scores:
+        row = cells.setdefault(score.cache, {})
+        if isinstance(score, TaskScore):
+            heads[score.measure] = f"{score.measure}\n{score.scored} of {len(score.solved)}"
+            row[score.measure] = f"{sum(score.agnostic)} / {sum(score.aware)}"
+        elif isinstance(score, ContinuationScore):
+            count = len(score.expected[0])
+            heads[score.measure] = f"{score.measure}\nsame before one of {count} differs; in all"
+            first = ", ".join(map(str, score.first_divergence))
+            row[score.measure] = f"{first}; {score.agreement_percent:.0f} %"
+    title = (
+        "What follows; and tasks: answered of those that the full cache answers, the question "
+        "unknown / known while the context was compressed"
+    )
+    table = Table(title=title, title_justify="left", title_style="bold")
+    if not heads:
+        return table
+    table.add_column("cache", overflow="fold")
+    for head in heads.values():
+        table.add_column(head, justify="right")
+    for cache, row in cells.items():
+        table.add_row(cache.removeprefix("dense+"), *(row.get(measure, "") for measure in heads))
     return table
 
 

@@ -7,14 +7,15 @@ import pathlib
 import pytest
 
 from tfkv.errors import ConfigError
-from tfkv.export import evaluate_caches
+from tfkv.export import EvalPlan, evaluate_caches
 from tfkv.export.importers import ModelSource
 
 
 def test_a_codec_beats_windows_of_its_bytes(source: ModelSource, tmp_path: pathlib.Path):
     steps = []
+    plan = EvalPlan(tokens=(640,), passages=1, continuations=0, tasks=("none",))
     scores = evaluate_caches(
-        source, ["int8"], tmp_path, tokens=640, passages=1, progress=lambda *s: steps.append(s)
+        source, ["int8"], tmp_path, plan=plan, progress=lambda *s: steps.append(s)
     )
     int8, window, sinks = scores
     assert int8.cache == "dense+int8"

@@ -136,6 +136,12 @@ def test_eval_refuses_a_text_that_is_none(no_tensorflow, tmp_path):
     assert run("eval", "smollm2", *options, tmp_path / "none.txt").exit_code == 2
 
 
+def test_eval_refuses_a_task_that_is_none(no_tensorflow, tmp_path):
+    result = run("eval", "smollm2", "--cache", "int8", "--out", tmp_path, "--task", "needles")
+    assert result.exit_code == 1
+    assert "of needle, passkey" in plain(result.output)
+
+
 def test_calibrations_that_cannot_be_used_are_refused(tmp_path):
     odd = tmp_path / "odd.txt"
     odd.write_bytes(b"\xff\xfe")
