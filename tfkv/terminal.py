@@ -18,6 +18,7 @@ from rich.table import Table
 from tfkv.manifest import Manifest
 
 if TYPE_CHECKING:
+    from tfkv.agreement import Agreement, PromptAgreement
     from tfkv.cache_report import CacheScore
 
 _STAGES = {
@@ -27,7 +28,11 @@ _STAGES = {
     "export": "Exporting",
     "verify": "Verifying",
     "caches": "Reading the text",
+    "answers": "Answering",
 }
+
+#: Characters of a prompt in a table, which fits a terminal of 80 then.
+_PROMPT_WIDTH = 20
 
 
 def output() -> Console:
@@ -229,6 +234,33 @@ def scores_table(scores: Sequence[CacheScore]) -> Table:
             f"{score.perplexity:.3f}",
         )
     return table
+
+
+def agreement_table(found: Agreement) -> Table:
+    """What `tfkv verify` shows: a row for each prompt, and one over all."""
+    title = f"{found.candidate} against {found.reference}"
+    table = Table(title=title, title_justify="left", title_style="bold", show_footer=True)
+    overall = _agreement_row(found, found.same_top_percent)
+    table.add_column("prompt", footer="all")
+    names = ("equal", "differs at", "KL, nats", "same top", "cosine")
+    for name, footer in zip(names, overall, strict=True):
+        table.add_column(name, footer=footer, justify="right", no_wrap=True)
+    for one in found.prompts:
+        shown = " ".join(one.prompt.split())
+        shown = shown if len(shown) <= _PROMPT_WIDTH else f"{shown[: _PROMPT_WIDTH - 1]}…"
+        table.add_row(shown, *_agreement_row(one, 100.0 * one.same_top / one.places))
+    return table
+
+
+def _agreement_row(found: Agreement | PromptAgreement, same_top: float) -> tuple[str, ...]:
+    place, similarity = found.first_divergence, found.similarity
+    return (
+        f"{found.agreement_percent:.1f} %",
+        "nowhere" if place is None else f"{place}",
+        f"{found.kl:.2e}",
+        f"{same_top:.1f} %",
+        "" if similarity is None else f"{similarity:.3f}",
+    )
 
 
 def stats_table(stats: Mapping[str, int], meanings: Mapping[str, str]) -> Table:
