@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import typer.core
 
-from tfkv import terminal
+from tfkv import presets, terminal
 from tfkv._version import __version__
 from tfkv.config import EngineConfig
 from tfkv.errors import ConfigError, TfkvError
@@ -127,10 +127,27 @@ def _root(
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0")
 
 
+def _use_preset(context: typer.Context, name: str | None) -> None:
+    """Makes a preset's fields the defaults of the command: options that are given win."""
+    if name is not None:
+        preset = presets.get(name)
+        fields = {key: getattr(preset, key) for key in ("cache", "capacity", "slots")}
+        sizes = ",".join(map(str, preset.batch_sizes))
+        context.default_map = {**fields, "batch_sizes": sizes}
+
+
 @app.command()
 def export(
     source: Annotated[str, typer.Argument(help="Path of a .gguf file, or 'smollm2'.")],
     out: Annotated[pathlib.Path, typer.Argument(help="Model directory; a version is added.")],
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            callback=_use_preset,
+            is_eager=True,
+            help="Cache, capacity, slots and batch sizes by use, such as 'chat': `tfkv presets`.",
+        ),
+    ] = None,
     cache: Annotated[
         str, typer.Option(help="Policy+codec, such as 'sliding_window(window=1024)+int8'.")
     ] = _DEFAULT.cache,
@@ -177,6 +194,7 @@ def export(
     calibration: CalibrationFile = None,
 ) -> None:
     """Writes an artifact that TensorFlow Serving loads, and verifies it."""
+    del preset
     engine = EngineConfig(
         cache=cache,
         slots=slots,
@@ -201,6 +219,16 @@ def export(
     with terminal.Steps() as steps:
         version_dir = write_artifact(source, out, engine, calibration=calibration, progress=steps)
     typer.echo(str(version_dir))
+
+
+@app.command("presets")
+def show_presets(as_json: AsJson = False) -> None:
+    """Shows the caches that have a name, for `tfkv export --preset`."""
+    if as_json:
+        found = [preset.to_dict() for preset in presets.PRESETS.values()]
+        typer.echo(json.dumps(found, indent=1))
+    else:
+        terminal.output().print(terminal.presets_table(presets.PRESETS.values()))
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from tfkv.manifest import Manifest
 if TYPE_CHECKING:
     from tfkv.agreement import Agreement, PromptAgreement
     from tfkv.cache_report import CacheScore
+    from tfkv.presets import Preset
 
 _STAGES = {
     "load": "Loading",
@@ -187,6 +188,18 @@ def human_bytes(count: float) -> str:
             break
         count /= 1024
     return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+
+
+def presets_table(presets: Iterable[Preset]) -> Table:
+    """What `tfkv presets` shows."""
+    table = Table("name", box=None, padding=(0, 2, 1, 0))
+    table.add_column("cache, and what for", overflow="fold")
+    for name in ("capacity", "slots"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for preset in presets:
+        what = f"{preset.cache}\n{preset.use}"
+        table.add_row(preset.name, what, f"{preset.capacity:,}", str(preset.slots))
+    return table
 
 
 def plan_table(plan: Mapping[str, Any]) -> Table:

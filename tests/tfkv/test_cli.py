@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from tfkv import __version__, cli, inspection, terminal
+from tfkv import __version__, cli, inspection, presets, terminal
 from tfkv.agreement import Agreement, PromptAgreement
 from tfkv.config import DecoderConfig, EngineConfig
 from tfkv.errors import ConfigError, ModelSourceError, ServerError
@@ -25,7 +25,7 @@ from tfkv.manifest import MANIFEST_PATH, STATS, TOKENIZER_PATH, Manifest, signat
 
 COMMANDS = [
     *("export", "serve", "generate", "chat", "inspect", "plan", "eval"),
-    *("verify", "stats", "metrics", "sessions"),
+    *("verify", "presets", "stats", "metrics", "sessions"),
 ]
 
 
@@ -318,6 +318,51 @@ def test_export_hands_options_to_the_exporter(no_tensorflow, monkeypatch, tmp_pa
     assert seen["engine"] == EngineConfig(
         cache="dense+int8", slots=2, batch_sizes=(1, 2), xla=False
     )
+
+
+@pytest.fixture
+def exported(no_tensorflow, monkeypatch):
+    """The engines that `tfkv export` was asked for, without exports."""
+    engines = []
+
+    def export(source, out_dir, engine, *, calibration, progress):
+        engines.append(engine)
+        return out_dir / "1"
+
+    monkeypatch.setitem(sys.modules, "tfkv.export", types.SimpleNamespace(export=export))
+    return engines
+
+
+@pytest.mark.parametrize("name", presets.PRESETS)
+def test_export_takes_all_of_a_preset(exported, tmp_path, name):
+    for arguments in (("--preset", name, "smollm2", tmp_path), ("smollm2", tmp_path)):
+        result = run("export", *arguments)
+        assert result.exit_code == 0, result.output
+    assert exported == [presets.get(name).engine(), EngineConfig()]
+
+
+def test_options_that_are_given_win_over_a_preset(exported, tmp_path):
+    options = ("--cache", "dense+float32", "--preset", "code", "--batch-sizes", "1,2")
+    assert run("export", "smollm2", tmp_path, *options).exit_code == 0
+    code = presets.get("code").engine()
+    (engine,) = exported
+    assert engine == dataclasses.replace(code, cache="dense+float32", batch_sizes=(1, 2))
+
+
+def test_an_unknown_preset_is_refused_with_the_nearest(exported, tmp_path):
+    result = run("export", "smollm2", tmp_path, "--preset", "chatt")
+    assert result.exit_code == 1
+    assert "no preset 'chatt'. Did you mean 'chat'?" in plain(result.stderr)
+    assert exported == []
+
+
+def test_presets_are_shown_with_their_caches():
+    text, data = plain(run("presets").stdout), json.loads(run("presets", "--json").stdout)
+    assert [entry["name"] for entry in data] == list(presets.PRESETS)
+    for entry in data:
+        assert entry["name"] in text
+        assert entry["cache"] == presets.get(entry["name"]).cache
+        assert entry["cache"] in text
 
 
 def test_an_export_that_fails(no_tensorflow, monkeypatch, tmp_path):
