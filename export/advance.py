@@ -14,6 +14,7 @@ from tfkv.export.decoder import Fresh, PackedDecoder, Reading, Weights
 from tfkv.export.exact_tail import Tails
 from tfkv.export.history import History
 from tfkv.export.kept_tokens import Evicted
+from tfkv.export.layer_pools import Layer
 from tfkv.export.page_pool import Parts
 from tfkv.export.page_table import Found, PageTable
 from tfkv.export.plan import Plan, PrefillBudget, Remembered, make_plan
@@ -126,7 +127,7 @@ class Advance:
         tails = self.decoder.tail.tails(slot, admission.fresh, shared, stored.reached, stored.floor)
         self.decoder.tail.begin(slot, tails.since)
         table = tf.where(works[:, tf.newaxis], grant.rows, 0)
-        parts = self.decoder.pool.copy(self.decoder.read_cache(), grant.copy_from, table)
+        parts = self.decoder.pools.copy(self.decoder.read_cache(), grant.copy_from, table)
         parts = self.decoder.kept.begin(parts, slot, admission.fresh)
         parts, scores, tails = self._prefill(weights, parts, request, plan, tails, table, tokens_at)
         parts, made, tails = self._decode(weights, parts, request, plan, tails, table, tokens_at)
@@ -247,7 +248,7 @@ class Advance:
             here = (columns == loop.step)[:, tf.newaxis]
             reading = Reading(parts, queries_at, scan, tails)
 
-            def attend(layer: tf.Tensor, q: tf.Tensor, k: tf.Tensor, v: tf.Tensor) -> Partial:
+            def attend(layer: Layer, q: tf.Tensor, k: tf.Tensor, v: tf.Tensor) -> Partial:
                 fresh = decoder.attend_step(loop.fresh, layer, (k, v), here, mask, q)
                 return decoder.attend_cache(reading, layer, q, fresh)
 

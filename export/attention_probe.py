@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
 import tensorflow as tf
 
 from tfkv.export.decoder import PackedDecoder, Reading
 from tfkv.export.exact_tail import Tails
+from tfkv.export.layer_pools import Layer, Run
+from tfkv.export.page_pool import PagePool
 from tfkv.layers import attention, masks
 from tfkv.layers.attention import Partial
-from tfkv.layers.codecs import Coded, FloatCodec
+from tfkv.layers.codecs import CacheCodec, Coded, FloatCodec
 from tfkv.layers.shapes import keep_shape
 
 _FRESH = FloatCodec("float32")
@@ -55,15 +59,12 @@ class AttentionProbe:
         own = tf.range(layout.entries) == layout.entry_of(position)[:, tf.newaxis]
         entries = tf.where(own, position[:, tf.newaxis], entries)
         query, key = self._project(token, position, layer, table, tails)
-        keys = self._keys(table, layer)
-        scores = self._scores(query, keys)
-        looking = query
-        if decoder.geometry.cache.policy.furthest is not None:
-            looking = decoder.look_at_sinks(query, position[:, tf.newaxis])
-            sink = (entries < decoder.geometry.sinks)[:, tf.newaxis, tf.newaxis]
-            scores = tf.where(sink, self._scores(looking, keys), scores)
-        if decoder.tail.recent:
-            scores = self._with_exact(scores, query, looking, position, entries, layer, tails)
+        first, *others = decoder.pools.pools
+        scores = self._scores(first, query, position, entries, layer, table, tails)
+        for pool in others:
+            mine = tf.reduce_any(layer[:, tf.newaxis] == tf.constant(pool.layers), axis=1)
+            found = self._scores(pool, query, position, entries, layer, table, tails)
+            scores = tf.where(mine[:, tf.newaxis, tf.newaxis, tf.newaxis], found, scores)
         alone = _FRESH.scores(query, {"codes": key})
         scores = tf.where(own[:, tf.newaxis, tf.newaxis], alone, scores)
         mask = decoder.geometry.mask(position[:, tf.newaxis], entries)
@@ -88,14 +89,14 @@ class AttentionProbe:
         reading = Reading(decoder.read_cache(), queries_at, scan, tails)
         mask = decoder.geometry.mask(queries_at, queries_at)
 
-        def attend(at: tf.Tensor, q: tf.Tensor, k: tf.Tensor, v: tf.Tensor) -> Partial:
+        def attend(at: Layer, q: tf.Tensor, k: tf.Tensor, v: tf.Tensor) -> Partial:
             here = attention.attend(q, {"codes": k}, {"codes": v}, mask, _FRESH)
             return decoder.attend_cache(reading, at, q, here)
 
         def body(
-            at: tf.Tensor, x: tf.Tensor, query: tf.Tensor, key: tf.Tensor
+            run: Run, at: tf.Tensor, x: tf.Tensor, query: tf.Tensor, key: tf.Tensor
         ) -> tuple[tf.Tensor, ...]:
-            after, q, k, _ = decoder.block(weights, at, x, angles, attend)
+            after, q, k, _ = decoder.block(weights, run.layer(at), x, angles, attend)
             wanted = (layer == at)[:, tf.newaxis, tf.newaxis, tf.newaxis]
             query, key = tf.where(wanted, q, query), tf.where(wanted, k, key)
             return at + 1, keep_shape(after, x), query, key
@@ -105,13 +106,41 @@ class AttentionProbe:
         heads, width = config.num_key_value_heads, config.head_dim
         query = tf.zeros([rows, heads, config.num_query_heads // heads, width])
         key = tf.zeros([rows, heads, 1, width])
-        last = tf.reduce_max(layer)
-        state = (tf.constant(0), x, query, key)
-        _, _, query, key = tf.while_loop(lambda at, *_: at <= last, body, state)
+        stop = tf.reduce_max(layer) + 1
+        for run in decoder.pools.runs:
+            _, x, query, key = tf.while_loop(
+                lambda at, *_, run=run: at < tf.minimum(stop, run.end),
+                functools.partial(body, run),
+                (tf.constant(run.first), x, query, key),
+            )
         return query, key
+
+    def _scores(
+        self,
+        pool: PagePool,
+        query: tf.Tensor,
+        position: tf.Tensor,
+        entries: tf.Tensor,
+        layer: tf.Tensor,
+        table: tf.Tensor,
+        tails: Tails,
+    ) -> tf.Tensor:
+        """Scores of all entries, ``[B, K, G, S]``, where a row's layer is one of the pool's;
+        anything elsewhere."""
+        decoder, looking = self._decoder, query
+        keys = _keys(pool, table, layer)
+        scores = _coded_scores(pool.codec, query, keys)
+        if decoder.geometry.cache.policy.furthest is not None:
+            looking = decoder.look_at_sinks(query, position[:, tf.newaxis])
+            sink = (entries < decoder.geometry.sinks)[:, tf.newaxis, tf.newaxis]
+            scores = tf.where(sink, _coded_scores(pool.codec, looking, keys), scores)
+        if not pool.codec.recent:
+            return scores
+        return self._with_exact(pool.codec, scores, query, looking, position, entries, layer, tails)
 
     def _with_exact(
         self,
+        codec: CacheCodec,
         scores: tf.Tensor,
         query: tf.Tensor,
         looking: tf.Tensor,
@@ -124,31 +153,33 @@ class AttentionProbe:
         tail = self._decoder.tail
         keys, _ = tail.gather(tail.read(), tails, layer)
         exact = _FRESH.scores(query, {"codes": keys})
-        sink = tf.range(tail.layout.entries) < min(tail.sinks, self._decoder.geometry.sinks)
+        sink = tf.range(tail.layout.entries) < min(codec.sinks, self._decoder.geometry.sinks)
         exact = tf.where(sink, _FRESH.scores(looking, {"codes": keys}), exact)
         entry = tf.maximum(tail.layout.entry_of(entries), 0)
         exact = tf.gather(tf.transpose(exact, [0, 3, 1, 2]), entry, batch_dims=1)
-        near = masks.exact(position[:, tf.newaxis], entries, tail.recent, tail.sinks)[:, 0]
-        near &= tail.holds(tails, position, entries) & (entries >= 0)
+        near = masks.exact(position[:, tf.newaxis], entries, codec.recent, codec.sinks)[:, 0]
+        near &= tail.holds(codec, tails, position, entries) & (entries >= 0)
         return tf.where(near[:, tf.newaxis, tf.newaxis], tf.transpose(exact, [0, 2, 3, 1]), scores)
 
-    def _scores(self, query: tf.Tensor, keys: Coded) -> tf.Tensor:
-        """Scores of all entries by their codes, ``[B, K, G, S]``."""
-        codec = self._decoder.pool.codec
-        return codec.scores(codec.prepare(query), keys, columns=True)
 
-    def _keys(self, table: tf.Tensor, layer: tf.Tensor) -> Coded:
-        """Coded keys of all entries in each row's layer, parts ``[B, K, ..., S]``."""
-        pool = self._decoder.pool
-        rows, columns = tf.shape(table)[0], table.shape[1]
-        layers = tf.repeat(layer, columns)
-        keys, _ = pool.gather(pool.read(), tf.reshape(table, [-1]), layers)
+def _coded_scores(codec: CacheCodec, query: tf.Tensor, keys: Coded) -> tf.Tensor:
+    """Scores of all entries by their codes, ``[B, K, G, S]``."""
+    return codec.scores(codec.prepare(query), keys, columns=True)
 
-        def join(part: tf.Tensor) -> tf.Tensor:
-            heads, *inner, size = part.shape[1:]
-            pages = tf.reshape(part, [rows, columns, heads, *inner, size])
-            axes = range(3, 3 + len(inner))
-            pages = tf.transpose(pages, [0, 2, *axes, 1, 3 + len(inner)])
-            return tf.reshape(pages, [rows, heads, *inner, columns * size])
 
-        return {name: join(part) for name, part in keys.items()}
+def _keys(pool: PagePool, table: tf.Tensor, layer: tf.Tensor) -> Coded:
+    """Coded keys of all entries in each row's layer, parts ``[B, K, ..., S]``."""
+    rows, columns = tf.shape(table)[0], table.shape[1]
+    # How many of the pool's layers come before it; the last where it is behind all of them.
+    before = tf.reduce_sum(tf.cast(layer[:, tf.newaxis] > tf.constant(pool.layers), tf.int32), 1)
+    layers = tf.repeat(tf.minimum(before, len(pool.layers) - 1), columns)
+    keys, _ = pool.gather(pool.read(), tf.reshape(table, [-1]), layers)
+
+    def join(part: tf.Tensor) -> tf.Tensor:
+        heads, *inner, size = part.shape[1:]
+        pages = tf.reshape(part, [rows, columns, heads, *inner, size])
+        axes = range(3, 3 + len(inner))
+        pages = tf.transpose(pages, [0, 2, *axes, 1, 3 + len(inner)])
+        return tf.reshape(pages, [rows, heads, *inner, columns * size])
+
+    return {name: join(part) for name, part in keys.items()}

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,15 +23,17 @@ from tfkv.cache_scores import (
     text_measure,
 )
 from tfkv.calibration import Calibration
-from tfkv.config import EngineConfig
+from tfkv.config import DecoderConfig, EngineConfig, described
 from tfkv.errors import ConfigError
 from tfkv.evaluation import Comparison, compare_caches, continuation
 from tfkv.export import model_text
 from tfkv.export.engine import PREFILL_PIECE, Engine
 from tfkv.export.engine_reader import EngineReader
+from tfkv.export.exact_tail import exact_bytes
 from tfkv.export.exporter import checked, with_budgets
 from tfkv.export.importers import ModelSource, load
 from tfkv.layers.cache_spec import CacheSpec
+from tfkv.layers.per_layer import normal_form, with_exceptions
 from tfkv.layers.policies import EvictingPolicy, RandomEviction, RecentTokens
 from tfkv.tasks import TASKS, Context, Hay, chosen
 from tfkv.tasks.asking import Answers, ask
@@ -97,6 +99,7 @@ def evaluate_caches(
     plan: EvalPlan | None = None,
     baselines: bool = True,
     calibration: Calibration | str | pathlib.Path | None = None,
+    layer_caches: Sequence[str] = (),
     progress: Progress = lambda *_: None,
 ) -> list[Score]:
     """Compares caches with the full float32 one, and writes a report.
@@ -117,6 +120,8 @@ def evaluate_caches(
             nothing, without and with sinks: what a codec has to beat; and for each policy that
             evicts, to evict at random and to keep the newest, on the same budget.
         calibration: As of `tfkv.export.export`.
+        layer_caches: Layers that have another codec in each of `caches`, as of
+            `EngineConfig.layer_caches`. A score's cache then names them, too.
         progress: Called with a stage, ``"caches"``, ``"continuations"`` or ``"tasks"``, scores
             done and scores in all.
 
@@ -128,10 +133,13 @@ def evaluate_caches(
         ModelSourceError: The source cannot be read, or has no tokenizer.
     """
     plan = plan or EvalPlan()
-    specs = [str(CacheSpec.parse(cache)) for cache in caches]
+    for cache in caches:
+        CacheSpec.parse(cache)  # refused before a model is read
     model = load(source)
+    forms = [normal_form(cache, model.config.num_layers, layer_caches) for cache in caches]
+    mixed = {described(*form): form for form in forms}
     whole = sample_text.language_reference() if text is None else text
-    bench = CacheBench(model, whole, plan, calibration)
+    bench = CacheBench(model, whole, plan, calibration, mixed)
     setting = {
         "model": model.description,
         "text": "Python's language reference" if text is None else "given",
@@ -144,8 +152,8 @@ def evaluate_caches(
     report = Report(out, setting)
 
     def beside(length: int) -> list[str]:
-        others = _baselines(specs, model.config.head_dim, length) if baselines else []
-        return list(dict.fromkeys([*specs, *others]))
+        others = _baselines(model.config, mixed.values(), length) if baselines else []
+        return list(dict.fromkeys([*mixed, *others]))
 
     return evaluate(bench.measurings(beside, report), report, progress)
 
@@ -158,6 +166,8 @@ class CacheBench:
         text: What is read, and what facts are hidden in.
         plan: What is measured.
         calibration: As of `tfkv.export.export`.
+        mixed: Caches whose layers differ, by how they are called: the cache of most layers, and
+            exceptions.
 
     Raises:
         ConfigError: The text is too short, or lengths are beyond the model's context.
@@ -169,8 +179,10 @@ class CacheBench:
         text: str,
         plan: EvalPlan,
         calibration: Calibration | str | pathlib.Path | None = None,
+        mixed: Mapping[str, tuple[CacheSpec, tuple[str, ...]]] | None = None,
     ) -> None:
         self._model = model
+        self._mixed = mixed or {}
         self._plan = plan
         self._tables = checked(model, calibration)
         ids = model_text.encode(model, text)
@@ -256,7 +268,8 @@ class CacheBench:
         return self._read_through(_FULL)
 
     def _read_through(self, cache: str) -> EngineReader:
-        return _reader(self._model, cache, self._plan.longest, self._tables)
+        spec, exceptions = self._mixed.get(cache, (cache, ()))
+        return _reader(self._model, str(spec), self._plan.longest, self._tables, exceptions)
 
 
 def against_full(
@@ -281,10 +294,16 @@ def against_full(
 
 
 def _reader(
-    model: ModelSource, cache: str, capacity: int, tables: Calibration | None
+    model: ModelSource,
+    cache: str,
+    capacity: int,
+    tables: Calibration | None,
+    exceptions: tuple[str, ...] = (),
 ) -> EngineReader:
     """Reads through a cache with room for so many tokens."""
-    config = EngineConfig(cache=cache, slots=1, capacity=capacity, batch_sizes=(1,))
+    config = EngineConfig(
+        cache=cache, slots=1, capacity=capacity, batch_sizes=(1,), layer_caches=exceptions
+    )
     return EngineReader(Engine(model.config, model.weights, with_budgets(model, config, tables)))
 
 
@@ -320,15 +339,17 @@ def _asked(
     return tuple(agnostic), tuple(aware)
 
 
-def _baselines(specs: Sequence[str], head_dim: int, length: int) -> list[str]:
-    """What caches have to beat where so many tokens are read."""
-    windows = [window for spec in specs for window in _windows(spec, head_dim, length)]
-    return windows + [other for spec in specs for other in _plain_evictions(spec)]
+def _baselines(
+    model: DecoderConfig, forms: Iterable[tuple[CacheSpec, tuple[str, ...]]], length: int
+) -> list[str]:
+    """What caches, with exceptions, have to beat where so many tokens are read."""
+    forms = list(forms)
+    windows = [window for form in forms for window in _windows(model, *form, length)]
+    return windows + [other for spec, _ in forms for other in _plain_evictions(spec)]
 
 
-def _plain_evictions(cache: str) -> list[str]:
+def _plain_evictions(spec: CacheSpec) -> list[str]:
     """What a policy that evicts has to beat: at random, and all but the newest, on its budget."""
-    spec = CacheSpec.parse(cache)
     policy = spec.policy
     if not isinstance(policy, EvictingPolicy) or isinstance(policy, (RandomEviction, RecentTokens)):
         return []
@@ -338,13 +359,18 @@ def _plain_evictions(cache: str) -> list[str]:
     return [str(dataclasses.replace(spec, policy=one)) for one in plain]
 
 
-def _windows(cache: str, head_dim: int, tokens: int) -> list[str]:
+def _windows(
+    model: DecoderConfig, spec: CacheSpec, exceptions: tuple[str, ...], tokens: int
+) -> list[str]:
     """Float32 windows, without and with sinks, of the bytes that a dense cache takes."""
-    spec, full = CacheSpec.parse(cache), CacheSpec.parse(_FULL)
-    if spec.policy.bounded or spec.codec.name == full.codec.name:
+    full, width = CacheSpec.parse(_FULL).codec, model.head_dim
+    codecs = [one.codec for one in with_exceptions(spec, model.num_layers, exceptions)]
+    if spec.policy.bounded or all(codec.name == full.name for codec in codecs):
         return []
-    stored = spec.codec.bytes_per_token(head_dim) + spec.codec.exact_bytes(head_dim) / tokens
-    share = stored / full.codec.bytes_per_token(head_dim)
+    per_layer = [codec.bytes_per_token(width) for codec in codecs]
+    beside = exact_bytes(model, codecs) / (model.num_layers * model.num_key_value_heads)
+    stored = sum(per_layer) / model.num_layers + beside / tokens
+    share = stored / full.bytes_per_token(width)
     # A window stores one piece more than it shows.
     piece, sinks = PREFILL_PIECE, 4
     window = max(int(share * tokens) // piece * piece - 2 * piece, piece)

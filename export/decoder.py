@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -12,18 +13,22 @@ from tfkv.export import page_scan
 from tfkv.export.exact_tail import ExactTail, Tails
 from tfkv.export.geometry import CacheGeometry
 from tfkv.export.kept_tokens import Evicted, KeptTokens
+from tfkv.export.layer_pools import Layer, LayerPools, Run
 from tfkv.export.packed_weights import PackedWeights
 from tfkv.export.page_groups import write_key_groups
-from tfkv.export.page_pool import PagePool, Parts
+from tfkv.export.page_pool import Parts
 from tfkv.export.page_scan import PageList, PageScan
 from tfkv.layers import attention, masks
 from tfkv.layers.attention import Partial
-from tfkv.layers.codecs import ChannelGroups, FloatCodec
+from tfkv.layers.codecs import CacheCodec, FloatCodec
 from tfkv.layers.normalization import rms_normalize
 from tfkv.layers.rotary import look_from, rotary_angles, rotate
 from tfkv.layers.shapes import keep_shape, shape_of
 
 _FRESH = FloatCodec("float32")
+
+#: ``(layer, grouped queries, keys, values)`` of new tokens to the attention over all they see.
+Attend = Callable[[Layer, tf.Tensor, tf.Tensor, tf.Tensor], Partial]
 
 
 class Fresh(NamedTuple):
@@ -71,7 +76,7 @@ class PackedDecoder:
     Args:
         config: Architecture.
         weights: Packed weights.
-        pool: Where keys and values lie.
+        pools: Where keys and values lie.
         tail: What the codec keeps exactly beside them.
         kept: What a policy that evicts has kept beside them.
         geometry: Which positions lie where, and who sees them.
@@ -82,7 +87,7 @@ class PackedDecoder:
         self,
         config: DecoderConfig,
         weights: PackedWeights,
-        pool: PagePool,
+        pools: LayerPools,
         tail: ExactTail,
         kept: KeptTokens,
         geometry: CacheGeometry,
@@ -90,7 +95,7 @@ class PackedDecoder:
     ) -> None:
         self.config = config
         self.weights = weights
-        self.pool = pool
+        self.pools = pools
         self.tail = tail
         self.kept = kept
         self.geometry = geometry
@@ -108,13 +113,13 @@ class PackedDecoder:
         )
 
     def read_cache(self) -> Parts:
-        """The pool, and what is kept beside it, as tensors."""
+        """The pools, and what is kept beside them, as tensors."""
         exact = {"exact": self.tail.read()} if self.tail.recent else {}
-        return {**self.pool.read(), **exact, **self.kept.read()}
+        return {**self.pools.read(), **exact, **self.kept.read()}
 
     def assign_cache(self, parts: Parts) -> None:
         """Publishes what a computation wrote."""
-        self.pool.assign(parts)
+        self.pools.assign(parts)
         self.tail.assign(parts.get("exact", {}))
         self.kept.assign(parts)
 
@@ -125,16 +130,16 @@ class PackedDecoder:
         return page_scan.scan(self.geometry, table, start, floor, reads, self.scan_pages)
 
     def attend_cache(
-        self, reading: Reading, layer: tf.Tensor, queries: tf.Tensor, fresh: Partial
+        self, reading: Reading, layer: Layer, queries: tf.Tensor, fresh: Partial
     ) -> Partial:
         """Attention of grouped ``queries [B, K, Q, H]`` over pages, over what is kept exactly of
         the same rows, and over the tokens that `fresh` has seen already."""
         parts, positions, scan, tails = reading
-        if self.tail.recent:
+        codec, size = layer.pool.codec, self.geometry.page_size
+        if codec.recent:
             fresh = attention.merge(fresh, self._attend_exact(reading, layer, queries))
         if self._furthest is not None:
             fresh = attention.merge(fresh, self._attend_sinks(reading, layer, queries))
-        codec, size = self.pool.codec, self.geometry.page_size
         prepared = codec.prepare(queries)
         # Rotated values are mixed as they are, and what came of them is rotated back once.
         seen = attention.nothing(queries) if codec.rotate else fresh
@@ -150,9 +155,9 @@ class PackedDecoder:
             visible = self.geometry.mask(positions, keys[:, tf.newaxis])
             visible &= (stored & reader[..., tf.newaxis])[:, :, tf.newaxis]
             every = tf.broadcast_to(keys[:, tf.newaxis], tf.shape(stored))
-            visible &= self._coded(positions, every, scan.start, tails)
+            visible &= self._coded(codec, positions, every, scan.start, tails)
             visible &= self._asked_here(every)
-            coded = self.pool.gather(parts, pages.pages, layer)
+            coded = layer.pool.gather(parts, pages.pages, layer.row)
             return attention.attend_shared(so_far, prepared, *coded, visible, codec)
 
         def of_one(so_far: Partial, pages: PageList) -> Partial:
@@ -165,9 +170,9 @@ class PackedDecoder:
             asked_at = tf.gather(positions, owned)
             mask = self.geometry.mask(asked_at, keys)
             of_owners = Tails(*(tf.gather(field, owned) for field in tails))
-            mask &= self._coded(asked_at, keys, tf.gather(scan.start, owned), of_owners)
+            mask &= self._coded(codec, asked_at, keys, tf.gather(scan.start, owned), of_owners)
             mask &= self._asked_here(keys)
-            coded = self.pool.gather(parts, pages.pages, layer)
+            coded = layer.pool.gather(parts, pages.pages, layer.row)
             asked = tf.gather(prepared, owned)
             return attention.attend_owned(so_far, asked, *coded, mask, codec, pages.owners)
 
@@ -182,14 +187,14 @@ class PackedDecoder:
         return attention.merge(fresh, seen._replace(output=codec.finish(seen.output)))
 
     def _attend_kept(
-        self, reading: Reading, layer: tf.Tensor, prepared: tf.Tensor, seen: Partial
+        self, reading: Reading, layer: Layer, prepared: tf.Tensor, seen: Partial
     ) -> Partial:
         """`seen`, and what a policy kept of the rows; the output unfinished."""
         parts, positions, scan, tails = reading
-        kept, codec = self.kept, self.pool.codec
+        kept, codec = self.kept, layer.pool.codec
         rows, heads, grouped, head_dim = shape_of(prepared)
         step = self.scan_pages * heads
-        units = kept.units_to_read(layer, tails.slot, scan.floor, step)
+        units = kept.units_to_read(layer.number, tails.slot, scan.floor, step)
         asked_of = tf.reshape(prepared, [rows * heads, 1, grouped, head_dim])
 
         def see(so_far: Partial, some: PageList) -> Partial:
@@ -199,7 +204,7 @@ class PackedDecoder:
             asked_at = tf.gather(positions, row)
             mask = self.geometry.mask(asked_at, held)
             of_owners = Tails(*(tf.gather(field, row) for field in tails))
-            mask &= self._coded(asked_at, held, tf.gather(scan.start, row), of_owners)
+            mask &= self._coded(codec, asked_at, held, tf.gather(scan.start, row), of_owners)
             asked = tf.gather(asked_of, owned)
             return attention.attend_owned(so_far, asked, keys, values, mask, codec, some.owners)
 
@@ -212,15 +217,16 @@ class PackedDecoder:
         by_head = self._over(units, by_head, see, step)
         return Partial(*(tf.reshape(x, shape_of(y)) for x, y in zip(by_head, seen, strict=True)))
 
-    def _attend_exact(self, reading: Reading, layer: tf.Tensor, queries: tf.Tensor) -> Partial:
+    def _attend_exact(self, reading: Reading, layer: Layer, queries: tf.Tensor) -> Partial:
         """Attention over the tokens that each query reads exactly."""
         parts, positions, scan, tails = reading
-        tail = self.tail
+        tail, codec = self.tail, layer.pool.codec
         held = tail.layout.positions_of(scan.start)
-        held = tf.where(tail.holds(tails, scan.start, held), held, -1)
+        held = tf.where(tail.holds(codec, tails, scan.start, held), held, -1)
         mask = self.geometry.mask(positions, held)
-        mask &= masks.exact(positions, held, tail.recent, tail.sinks)
-        keys, values = ({"codes": side} for side in tail.gather(parts["exact"], tails, layer))
+        mask &= masks.exact(positions, held, codec.recent, codec.sinks)
+        found = tail.gather(parts["exact"], tails, layer.number)
+        keys, values = ({"codes": side} for side in found)
         here = self._asked_here(held)
         near = attention.attend(queries, keys, values, mask & here, _FRESH)
         if self._furthest is None:
@@ -246,19 +252,19 @@ class PackedDecoder:
             return True
         return (keys >= self.geometry.sinks)[..., tf.newaxis, :]
 
-    def _attend_sinks(self, reading: Reading, layer: tf.Tensor, queries: tf.Tensor) -> Partial:
+    def _attend_sinks(self, reading: Reading, layer: Layer, queries: tf.Tensor) -> Partial:
         """Attention over the sinks on pages, looked at from elsewhere."""
         parts, positions, scan, tails = reading
         looking = self.look_at_sinks(queries, positions)
-        size = self.geometry.page_size
+        codec, size = layer.pool.codec, self.geometry.page_size
         seen = attention.nothing(queries)
         for index, pages in enumerate(tf.unstack(scan.sinks, axis=1)):
             keys = index * size + tf.range(size)
             keys = tf.where(keys < scan.start[:, tf.newaxis], keys, -1)
             mask = self.geometry.mask(positions, keys) & ~self._asked_here(keys)
-            mask &= self._coded(positions, keys, scan.start, tails)
-            coded = self.pool.gather(parts, pages, layer)
-            part = attention.attend(looking, *coded, mask, self.pool.codec, columns=True)
+            mask &= self._coded(codec, positions, keys, scan.start, tails)
+            coded = layer.pool.gather(parts, pages, layer.row)
+            part = attention.attend(looking, *coded, mask, codec, columns=True)
             seen = attention.merge(seen, part)
         return seen
 
@@ -300,15 +306,19 @@ class PackedDecoder:
         return {**parts, **kept}, tf.where(due, rows.start, rows.floor)
 
     def _coded(
-        self, queries: tf.Tensor, keys: tf.Tensor, start: tf.Tensor, tails: Tails
+        self,
+        codec: CacheCodec,
+        queries: tf.Tensor,
+        keys: tf.Tensor,
+        start: tf.Tensor,
+        tails: Tails,
     ) -> tf.Tensor | bool:
         """Whether ``queries [..., A, T]`` read ``keys [..., A, C]`` from their codes, bool
         ``[..., A, T, C]``: all that is not read exactly."""
-        tail = self.tail
-        if not tail.recent:
+        if not codec.recent:
             return True
-        near = masks.exact(queries, keys, tail.recent, tail.sinks)
-        return ~(near & tail.holds(tails, start, keys)[..., tf.newaxis, :])
+        near = masks.exact(queries, keys, codec.recent, codec.sinks)
+        return ~(near & self.tail.holds(codec, tails, start, keys)[..., tf.newaxis, :])
 
     def _over(
         self,
@@ -343,16 +353,15 @@ class PackedDecoder:
         weights: Weights,
         x: tf.Tensor,
         positions: tf.Tensor,
-        attend: Callable[[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor], Partial],
+        attend: Attend,
     ) -> tuple[tf.Tensor, Fresh]:
-        """All decoder blocks.
+        """All decoder blocks: a loop for each run of layers that share a codec.
 
         Args:
             weights: Of `read_weights`.
             x: ``[A, T, D]``.
             positions: int32 ``[A, T]``.
-            attend: ``(layer, grouped queries, keys, values)`` of the new tokens, keys and
-                values ``[A, K, T, H]``, to the attention over all that they see.
+            attend: Of the new tokens, keys and values ``[A, K, T, H]``.
 
         Returns:
             Output ``[A, T, D]`` before the final norm, and the new keys and values.
@@ -360,12 +369,12 @@ class PackedDecoder:
         angles = self.angles(positions)
 
         def body(
-            layer: tf.Tensor, x: tf.Tensor, *made: tf.TensorArray
+            run: Run, number: tf.Tensor, x: tf.Tensor, *made: tf.TensorArray
         ) -> tuple[tf.Tensor | tf.TensorArray, ...]:
-            after, q, k, v = self.block(weights, layer, x, angles, attend)
+            after, q, k, v = self.block(weights, run.layer(number), x, angles, attend)
             new = (k, v, tf.reshape(q, [-1, *of_queries[1:]])) if observed else (k, v)
-            written = (array.write(layer, one) for array, one in zip(made, new, strict=True))
-            return (layer + 1, keep_shape(after, x), *written)
+            written = (array.write(number, one) for array, one in zip(made, new, strict=True))
+            return (number + 1, keep_shape(after, x), *written)
 
         rows, width, _ = x.shape
         config, observed = self.config, self.kept.evicts and self.kept.window > 0
@@ -375,9 +384,12 @@ class PackedDecoder:
             tf.TensorArray(tf.float32, config.num_layers, element_shape=one)
             for one in ((shape, shape, of_queries) if observed else (shape, shape))
         ]
-        _, x, *made = tf.while_loop(
-            lambda layer, *_: layer < config.num_layers, body, (tf.constant(0), x, *made)
-        )
+        for run in self.pools.runs:
+            _, x, *made = tf.while_loop(
+                lambda number, *_, end=run.end: number < end,
+                functools.partial(body, run),
+                (tf.constant(run.first), x, *made),
+            )
         keys, values, *queries = (array.stack() for array in made)
         return x, Fresh(
             keys, values, queries[0] if queries else self._no_queries(shape_of(x)[0], width)
@@ -390,10 +402,10 @@ class PackedDecoder:
     def block(
         self,
         weights: Weights,
-        layer: tf.Tensor,
+        layer: Layer,
         x: tf.Tensor,
         angles: tuple[tf.Tensor, tf.Tensor],
-        attend: Callable[[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor], Partial],
+        attend: Attend,
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
         """One decoder block; see `layers`.
 
@@ -401,10 +413,13 @@ class PackedDecoder:
             Output ``[A, T, D]``, grouped queries, keys and values of the tokens.
         """
         heads = self.config.num_query_heads
-        w = {name: value[layer] for name, value in weights.stacked.items()}
+        w = {name: value[layer.number] for name, value in weights.stacked.items()}
         q, k, v = self._project(w, x, angles)
         q = attention.group_queries(q, self.config.num_key_value_heads)
         k, v = (tf.transpose(new, [0, 2, 1, 3]) for new in (k, v))
+        codec = layer.pool.codec
+        if not codec.recent:  # else read exactly: tokens of one call are near to each other
+            k, v = codec.keys.round_trip(k), codec.values.round_trip(v)
         seen = attention.concatenate_heads(attend(layer, q, k, v), heads)
         after = x + _linear(seen, w["attention_output"])
         return after + self._feed_forward(w, after), q, k, v
@@ -412,7 +427,7 @@ class PackedDecoder:
     def _project(
         self, w: dict[str, tf.Tensor], x: tf.Tensor, angles: tuple[tf.Tensor, tf.Tensor]
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Queries ``[A, T, N, H]``, keys and values ``[A, T, K, H]`` as they are stored."""
+        """Queries ``[A, T, N, H]``, keys and values ``[A, T, K, H]``, rotated."""
         c = self.config
         heads = [c.num_query_heads, c.num_key_value_heads, c.num_key_value_heads]
         normal = rms_normalize(x, w["attention_norm"], c.rms_epsilon)
@@ -420,12 +435,7 @@ class PackedDecoder:
         q, k, v = tf.split(
             tf.reshape(fused, [*shape_of(x)[:2], sum(heads), c.head_dim]), heads, axis=2
         )
-        codec = self.pool.codec
-        if codec.recent:
-            # Tokens of one call are near to each other: read exactly.
-            return rotate(q, *angles), rotate(k, *angles), v
-        k = codec.keys.round_trip(rotate(k, *angles))
-        return rotate(q, *angles), k, codec.values.round_trip(v)
+        return rotate(q, *angles), rotate(k, *angles), v
 
     def _feed_forward(self, w: dict[str, tf.Tensor], x: tf.Tensor) -> tf.Tensor:
         normal = rms_normalize(x, w["feedforward_norm"], self.config.rms_epsilon)
@@ -451,7 +461,7 @@ class PackedDecoder:
     def attend_step(
         self,
         fresh: Fresh,
-        layer: tf.Tensor,
+        layer: Layer,
         new: tuple[tf.Tensor, tf.Tensor],
         here: tf.Tensor,
         mask: tf.Tensor,
@@ -468,7 +478,7 @@ class PackedDecoder:
             q: Grouped queries.
         """
         keys, values = (
-            {"codes": tf.where(here, token, old[layer])}
+            {"codes": tf.where(here, token, old[layer.number])}
             for token, old in zip(new, fresh[:2], strict=True)
         )
         return attention.attend(q, keys, values, mask, _FRESH)
@@ -504,7 +514,7 @@ class PackedDecoder:
         reading = Reading(parts, queries_at, scan, tails)
         mask = self.geometry.mask(queries_at, queries_at)
 
-        def attend(layer: tf.Tensor, q: tf.Tensor, k: tf.Tensor, v: tf.Tensor) -> Partial:
+        def attend(layer: Layer, q: tf.Tensor, k: tf.Tensor, v: tf.Tensor) -> Partial:
             here = attention.attend(q, {"codes": k}, {"codes": v}, mask, _FRESH)
             return self.attend_cache(reading, layer, q, here)
 
@@ -547,10 +557,9 @@ class PackedDecoder:
         newest = tf.reduce_max(positions, axis=1, keepdims=True)
         new = tf.where(positions >= filled[:, tf.newaxis], positions, -1)
         positions = tf.where(layout.keeps(new, newest + 1), new, -1)
-        codec = self.pool.codec.keys
-        if isinstance(codec, ChannelGroups):
-            where = (self.pool, self.tail, self.geometry)
-            parts = write_key_groups(codec, *where, parts, fresh.keys, table, positions, tails)
+        for pool in self.pools.pools:
+            where = (pool, self.tail, self.geometry)
+            parts = write_key_groups(*where, parts, fresh.keys, table, positions, tails)
         if self.tail.recent:
             exact = self.tail.write(parts["exact"], tails.slot, new, keys, values)
             parts = {**parts, "exact": exact}
@@ -558,7 +567,7 @@ class PackedDecoder:
         page = tf.maximum(positions, 0) // size
         physical = tf.gather(table, self.geometry.column_of(page), batch_dims=1)
         physical = tf.where(positions >= 0, physical, 0)
-        return self.pool.write(
+        return self.pools.write(
             parts,
             tf.reshape(physical, [-1]),
             tf.reshape(tf.maximum(positions, 0) % size, [-1]),

@@ -16,9 +16,9 @@ from tfkv.export.exact_tail import ExactTail
 from tfkv.export.geometry import CacheGeometry
 from tfkv.export.history import History
 from tfkv.export.kept_tokens import KeptTokens
+from tfkv.export.layer_pools import LayerPools
 from tfkv.export.packed_weights import PackedWeights
 from tfkv.export.page_copies import PageCopies, Piece
-from tfkv.export.page_pool import PagePool
 from tfkv.export.page_table import PageTable
 from tfkv.export.plan import Refusal
 from tfkv.export.rows import Admission, Answer, Request
@@ -58,7 +58,7 @@ class Engine(tf.Module):
         self.geometry = CacheGeometry.of(config, engine, PREFILL_PIECE)
         self.weights = PackedWeights(config, weights)
         pages = pool_pages(config, engine)
-        self.pool = PagePool(config, self.geometry.cache.codec, pages, engine.page_size)
+        self.pools = LayerPools(config, self.geometry.codecs, pages, engine.page_size)
         self.table = PageTable(
             engine.slots, pages, self.geometry, engine.prefill_tokens + engine.decode_chunk
         )
@@ -66,11 +66,11 @@ class Engine(tf.Module):
             engine.slots, engine.ttl_ms, self.table, engine.tenant_sessions
         )
         self.history = History(engine.slots, engine.history or config.context_length)
-        self.stats = Stats(self.sessions, self.history, self.pool, self.table)
-        self.tail = ExactTail(config, self.geometry.cache.codec, engine.slots)
+        self.stats = Stats(self.sessions, self.history, self.pools, self.table)
+        self.tail = ExactTail(config, self.geometry.codecs, engine.slots)
         self.kept = KeptTokens(config, self.geometry, engine)
         self.decoder = PackedDecoder(
-            config, self.weights, self.pool, self.tail, self.kept, self.geometry, engine.scan_pages
+            config, self.weights, self.pools, self.tail, self.kept, self.geometry, engine.scan_pages
         )
         self._advance = Advance(self.decoder, self.history, self.table, engine, PREFILL_PIECE)
         self._probe = AttentionProbe(self.decoder)
@@ -78,7 +78,7 @@ class Engine(tf.Module):
             self.sessions,
             self.history,
             self.table,
-            self.pool,
+            self.pools,
             self.tail,
             self.geometry,
             config.vocabulary_size,
@@ -89,12 +89,11 @@ class Engine(tf.Module):
     @property
     def bytes_per_token(self) -> int:
         """Bytes of cache a token takes, scales included."""
-        c = self.config
-        return self.geometry.cache.bytes_per_token(c.num_layers, c.num_key_value_heads, c.head_dim)
+        return sum(self.geometry.bytes_per_token(self.config).values())
 
     @property
     def beside_bytes(self) -> int:
-        """Bytes of a session beside its pages: what its codec keeps exactly, and what a policy
+        """Bytes of a session beside its pages: what its codecs keep exactly, and what a policy
         that evicts has kept."""
         return (self.tail.nbytes + self.kept.nbytes) // (self.engine.slots + 1)
 
@@ -430,12 +429,13 @@ class Engine(tf.Module):
 
 def _resources(engine: Engine) -> list[tf.saved_model.experimental.TrackableResource]:
     """Every resource of the graph, tracked so that an export finds it."""
-    pool = [v for side in engine.pool.variables.values() for v in side.values()]
+    sides = [side for pool in engine.pools.pools for side in pool.variables.values()]
+    pools = [variable for side in sides for variable in side.values()]
     owners = (engine.history, engine.stats, engine.tail)
     parts = [part for owner in owners for part in vars(owner).values()]
     parts += [*engine.table.variables, *engine.tail.variables.values()]
     parts += [variable for inner in engine.kept.variables.values() for variable in inner.values()]
-    return pool + [part for part in parts if isinstance(part, TransientVariable)]
+    return pools + [part for part in parts if isinstance(part, TransientVariable)]
 
 
 def pool_pages(config: DecoderConfig, engine: EngineConfig) -> int:
@@ -447,9 +447,7 @@ def pool_pages(config: DecoderConfig, engine: EngineConfig) -> int:
     geometry = CacheGeometry.of(config, engine, PREFILL_PIECE)
     if not engine.pool_bytes:
         return engine.slots * geometry.columns + 1
-    page = engine.page_size * geometry.cache.bytes_per_token(
-        config.num_layers, config.num_key_value_heads, config.head_dim
-    )
+    page = engine.page_size * sum(geometry.bytes_per_token(config).values())
     pages = engine.pool_bytes // page
     if pages <= geometry.columns:
         raise ConfigError(

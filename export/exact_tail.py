@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -34,21 +35,24 @@ class Tails(NamedTuple):
 
 
 class ExactTail:
-    """Holds what a codec keeps exactly: a ring of `recent` tokens and the `sinks`, a slot each.
+    """Holds what codecs keep exactly: a ring of `recent` tokens and the `sinks`, a slot each.
 
     It only ever adds precision: whatever it does not hold is read from the codes, which are
     complete. So forks, prefixes and snapshots need not carry it along.
 
+    It is as long as the codec wants that keeps most, and of all layers; each of them reads what
+    its own codec says.
+
     Args:
         config: Architecture.
-        codec: How many tokens are kept; none for most codecs.
+        codecs: How many tokens are kept; none for most codecs.
         slots: Sessions held at once.
     """
 
-    def __init__(self, config: DecoderConfig, codec: CacheCodec, slots: int) -> None:
+    def __init__(self, config: DecoderConfig, codecs: Sequence[CacheCodec], slots: int) -> None:
         self.config = config
-        self.recent, self.sinks = codec.recent, codec.sinks
-        self.layout = EntryLayout(codec.exact_entries, codec.sinks)
+        self.recent, self.sinks = _most_kept(codecs)
+        self.layout = EntryLayout(self.recent + self.sinks, self.sinks)
         self.slots = slots
         self.variables: dict[str, TransientVariable] = {}
         if not self.recent:
@@ -101,17 +105,19 @@ class ExactTail:
             since = tf.tensor_scatter_nd_update(self._since.read(), slots[:, tf.newaxis], since)
             self._since.assign(since)
 
-    def holds(self, tails: Tails, start: tf.Tensor, positions: tf.Tensor) -> tf.Tensor:
-        """Whether the exact numbers of tokens are there; bool, as `positions`.
+    @staticmethod
+    def holds(codec: CacheCodec, tails: Tails, start: tf.Tensor, positions: tf.Tensor) -> tf.Tensor:
+        """Whether the exact numbers of tokens are there that a codec keeps; bool, as `positions`.
 
         Args:
+            codec: How many it keeps.
             tails: Rows ``[B]``.
             start: int32 ``[B]``, first position of the chunk that reads.
             positions: int32 ``[B, n]``, all below `start`.
         """
-        oldest = tf.maximum(tails.reached, start) - self.recent
+        oldest = tf.maximum(tails.reached, start) - codec.recent
         low = tf.maximum(tails.since, oldest)[:, tf.newaxis]
-        first = (positions < self.sinks) & (tails.since == 0)[:, tf.newaxis]
+        first = (positions < codec.sinks) & (tails.since == 0)[:, tf.newaxis]
         return (positions >= low) | first
 
     def gather(self, exact: Exact, tails: Tails, layer: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -155,3 +161,14 @@ class ExactTail:
             "keys": scatter_rows(exact["keys"], rows, offsets, keys),
             "values": scatter_rows(exact["values"], rows, offsets, values),
         }
+
+
+def exact_bytes(config: DecoderConfig, codecs: Sequence[CacheCodec]) -> int:
+    """Bytes of one slot of an `ExactTail`."""
+    heads = config.num_layers * config.num_key_value_heads
+    return heads * sum(_most_kept(codecs)) * 2 * config.head_dim * tf.float32.size
+
+
+def _most_kept(codecs: Sequence[CacheCodec]) -> tuple[int, int]:
+    """Most recent tokens, and most sinks, that any codec keeps exactly."""
+    return max(codec.recent for codec in codecs), max(codec.sinks for codec in codecs)

@@ -21,7 +21,7 @@ from tfkv.export.signatures import build_signatures
 from tfkv.export.verification import verify
 from tfkv.export.warmup import write_warmup
 from tfkv.layers.cache_spec import CacheSpec
-from tfkv.layers.per_layer import layer_caches
+from tfkv.layers.per_layer import layer_caches, normal_form
 from tfkv.layers.policies import EvictingPolicy
 from tfkv.manifest import (
     MANIFEST_PATH,
@@ -75,6 +75,8 @@ def export(
     report("import", 0, 1)
     model = load(source)
     report("import", 1, 1)
+    spec, exceptions = normal_form(spec, model.config.num_layers, config.layer_caches)
+    config = dataclasses.replace(config, cache=str(spec), layer_caches=exceptions)
     config = with_budgets(model, config, checked(model, calibration))
     root = pathlib.Path(out_dir)
     root.mkdir(parents=True, exist_ok=True)
@@ -130,7 +132,7 @@ def _write(model: ModelSource, config: EngineConfig, stage: pathlib.Path, report
     steps = 4
     report("export", 0, steps)
     engine = Engine(model.config, model.weights, config, _fingerprint(model, config))
-    table = signature_table(config, model.stop_tokens[:MAX_STOP_TOKENS], engine.pool.page_bytes)
+    table = signature_table(config, model.stop_tokens[:MAX_STOP_TOKENS], engine.pools.page_bytes)
     report("export", 1, steps)
     engine.served = build_signatures(engine, table)
     tf.saved_model.save(engine, str(stage), signatures=dict(engine.served))
@@ -159,7 +161,7 @@ def _manifest(model: ModelSource, engine: Engine, table: dict) -> Manifest:
         rollback=geometry.rollback,
         # A lossy code that rounding tips over moves all that is computed from it.
         chunk_invariant=geometry.cache.policy.chunk_invariant
-        and geometry.cache.codec.name == "float32",
+        and all(codec.name == "float32" for codec in geometry.codecs),
         stop_tokens=tuple(model.stop_tokens[:MAX_STOP_TOKENS]),
         chat_template=model.chat_template,
         special_tokens=dict(model.special_tokens),
@@ -170,7 +172,8 @@ def _manifest(model: ModelSource, engine: Engine, table: dict) -> Manifest:
 
 def _fingerprint(model: ModelSource, config: EngineConfig) -> str:
     """Equal for equal weights, architecture and cache."""
-    kept = f"{model.config.to_dict()}{config.cache}{config.head_budgets or ''}"
+    beyond = f"{config.head_budgets or ''}{config.layer_caches or ''}"
+    kept = f"{model.config.to_dict()}{config.cache}{beyond}"
     digest = hashlib.sha256(kept.encode())
     for name in sorted(model.weights):
         digest.update(name.encode())

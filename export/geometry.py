@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import tensorflow as tf
 
-from tfkv.config import DecoderConfig, EngineConfig
+from tfkv.config import DecoderConfig, EngineConfig, described
 from tfkv.errors import ConfigError
 from tfkv.layers import masks
 from tfkv.layers.cache_spec import CacheSpec
+from tfkv.layers.codecs import CacheCodec
 from tfkv.layers.entry_layout import EntryLayout
+from tfkv.layers.per_layer import normal_form, with_exceptions
 from tfkv.layers.policies import EvictingPolicy
 
 #: Positions of a session that may outgrow the trained context: as far as float32 counts, in
@@ -31,37 +34,41 @@ class CacheGeometry:
         page_size: Tokens a page (axis C).
         layout: Entries of a session.
         positions: Most positions a session may reach.
+        codecs: Of each layer; in a cache whose layers are all alike, that of `cache`.
     """
 
     cache: CacheSpec
     page_size: int
     layout: EntryLayout
     positions: int
+    codecs: tuple[CacheCodec, ...]
 
     @classmethod
     def of(cls, model: DecoderConfig, engine: EngineConfig, prefill_piece: int) -> CacheGeometry:
         """Geometry of an artifact.
 
         Raises:
-            ConfigError: The capacity is too small to work with.
+            ConfigError: The capacity is too small to work with, or layers differ in more than
+                their codec.
         """
-        cache = CacheSpec.parse(engine.cache)
+        cache, codecs = _of_layers(model, engine)
+        asked = described(engine.cache, engine.layer_caches)
         page = engine.page_size
         # A page of slack at least: a window that straddles pages must not meet itself.
         slack = max(engine.decode_chunk, prefill_piece, page)
         chunk = max(engine.decode_chunk, prefill_piece)
-        together = cache.codec.tokens
-        least = chunk + together - 1
-        if 0 < cache.codec.recent < least:
-            raise ConfigError(
-                f"`recent` of a codec must be 0 or at least {least}, what an artifact computes at "
-                f"once. Received: cache={engine.cache!r}, which keeps {cache.codec.recent}."
-            )
-        if page % together:
-            raise ConfigError(
-                f"`page_size` must be a multiple of the {together} tokens that the codec codes "
-                f"together. Received: page_size={page}, cache={engine.cache!r}."
-            )
+        for codec in dict.fromkeys(codecs):
+            least = chunk + codec.tokens - 1
+            if 0 < codec.recent < least:
+                raise ConfigError(
+                    f"`recent` of a codec must be 0 or at least {least}, what an artifact computes "
+                    f"at once. Received: cache={asked!r}, which keeps {codec.recent}."
+                )
+            if page % codec.tokens:
+                raise ConfigError(
+                    f"`page_size` must be a multiple of the {codec.tokens} tokens that the codec "
+                    f"codes together. Received: page_size={page}, cache={asked!r}."
+                )
         capacity = min(engine.capacity, model.context_length)
         layout = cache.policy.layout(capacity, slack, page)
         if isinstance(cache.policy, EvictingPolicy):
@@ -88,7 +95,15 @@ class CacheGeometry:
                     f"`window` and `sinks` must be at least {chunk} together, what an artifact "
                     f"computes at once. Received: cache={engine.cache!r}."
                 )
-        return cls(cache, page, layout, positions)
+        return cls(cache, page, layout, positions, codecs)
+
+    def bytes_per_token(self, model: DecoderConfig) -> dict[str, int]:
+        """Bytes that keys and values of one stored token take in all layers, by side; exact."""
+        heads, width = model.num_key_value_heads, model.head_dim
+        return {
+            side: heads * sum(codec.sides()[side].bytes_per_token(width) for codec in self.codecs)
+            for side in ("keys", "values")
+        }
 
     @property
     def columns(self) -> int:
@@ -144,14 +159,17 @@ class CacheGeometry:
 
     def _written(self, reached: tf.Tensor) -> tf.Tensor:
         """End of what writing up to `reached` has overwritten a ring with: whole groups."""
-        together = self.cache.codec.tokens
-        return -tf.math.floordiv(-reached, together) * together
+        ends = [
+            -tf.math.floordiv(-reached, together) * together
+            for together in sorted({codec.tokens for codec in self.codecs})
+        ]
+        return functools.reduce(tf.maximum, ends)
 
     @property
     def rollback(self) -> int:
         """Tokens that can always be taken back; −1 = all, as long as a session does not slide."""
         rollback = self.cache.policy.rollback(self.layout)
-        return max(rollback - (self.cache.codec.tokens - 1), -1)
+        return max(rollback - (max(codec.tokens for codec in self.codecs) - 1), -1)
 
     def mask(self, queries: tf.Tensor, keys: tf.Tensor) -> tf.Tensor:
         """Visibility of ``keys [A, S]`` for ``queries [A, T]`` by position, ``[A, T, S]``."""
@@ -170,3 +188,32 @@ class CacheGeometry:
         """Block-table column of each logical page."""
         layout = EntryLayout(self.columns, self.layout.sinks // self.page_size)
         return layout.entry_of(pages)
+
+
+def _of_layers(
+    model: DecoderConfig, engine: EngineConfig
+) -> tuple[CacheSpec, tuple[CacheCodec, ...]]:
+    """The cache of most layers, and the codec of each.
+
+    Raises:
+        ConfigError: Layers differ in more than their codec, or differ at all where tokens are
+            evicted by score.
+    """
+    cache, exceptions = normal_form(engine.cache, model.num_layers, engine.layer_caches)
+    specs = with_exceptions(cache, model.num_layers, exceptions)
+    asked = described(engine.cache, engine.layer_caches)
+    if any(spec.policy != cache.policy for spec in specs):
+        raise ConfigError(
+            "The layers of an artifact share their pages, so that `layer_caches` may give them "
+            "another codec, such as '0-1=int8', but no other policy. A Keras model takes any: "
+            f"CausalLM(cache=layer_caches(...)). Received: {asked!r}."
+        )
+    if exceptions and cache.policy.evicts:
+        raise ConfigError(
+            f"{cache.policy.name!r} moves what it keeps from pages to a store of one codec, so "
+            "that no layer of an artifact may have another. A Keras model takes it: "
+            f"CausalLM(cache=layer_caches(...)). Received: {asked!r}."
+        )
+    # Equal ones are one object.
+    codecs = {str(spec): spec.codec for spec in [*specs, cache]}
+    return cache, tuple(codecs[str(spec)] for spec in specs)

@@ -415,12 +415,15 @@ def budgets_of(
 
 
 def caches_of(
-    config: DecoderConfig, cache: CacheSpec, head_budgets: tuple[tuple[int, ...], ...]
+    config: DecoderConfig,
+    cache: CacheSpec,
+    head_budgets: tuple[tuple[int, ...], ...],
+    exceptions: tuple[str, ...] = (),
 ) -> list[CacheSpec]:
     """The cache of each layer of a Keras model that keeps what an engine keeps."""
     policy = cache.policy
     if not (isinstance(policy, EvictingPolicy) and head_budgets):
-        return layer_caches(cache, config.num_layers, config.num_key_value_heads)
+        return layer_caches(cache, config.num_layers, config.num_key_value_heads, exceptions)
     return [
         dataclasses.replace(cache, policy=dataclasses.replace(policy, budgets=budgets, caps=""))
         for budgets in head_budgets

@@ -10,7 +10,7 @@ from tfkv.errors import INPUT_NUMBERS, Status
 from tfkv.export.exact_tail import ExactTail
 from tfkv.export.geometry import CacheGeometry
 from tfkv.export.history import History
-from tfkv.export.page_pool import PagePool
+from tfkv.export.layer_pools import LayerPools
 from tfkv.export.page_table import PageTable
 from tfkv.export.plan import Refusal, Remembered
 from tfkv.export.rows import NO_LOGPROB, STOPPED
@@ -61,7 +61,7 @@ class PageCopies:
         sessions: SessionTable,
         history: History,
         table: PageTable,
-        pool: PagePool,
+        pools: LayerPools,
         tail: ExactTail,
         geometry: CacheGeometry,
         vocabulary: int,
@@ -69,7 +69,7 @@ class PageCopies:
         self._sessions = sessions
         self._history = history
         self._table = table
-        self._pool = pool
+        self._pools = pools
         self._tail = tail
         self._geometry = geometry
         self._size = geometry.page_size
@@ -113,7 +113,7 @@ class PageCopies:
             said(stored.tokens, 0),
             said(stored.kinds, 0),
             said(stored.logprobs, NO_LOGPROB),
-            tf.where(ok, self._pool.read_bytes(physical), ""),
+            tf.where(ok, self._pools.read_bytes(physical), ""),
         )
         return piece, refusal
 
@@ -156,7 +156,7 @@ class PageCopies:
         target = tf.where(adds, slot, spare)
         page = tf.where(adds, page, 0)
         self._table.put(target, self._geometry.column_of(piece.page), page)
-        self._pool.write_bytes(page, piece.page_bytes)
+        self._pools.write_bytes(page, piece.page_bytes)
         places = begin[:, tf.newaxis] + tf.range(self._size)
         places = tf.where(adds[:, tf.newaxis] & (places < end[:, tf.newaxis]), places, -1)
         self._history.write(target, places, piece.tokens, piece.kinds, piece.logprobs)
@@ -183,7 +183,7 @@ class PageCopies:
             "tokens": tf.reduce_any(live & odd_token, axis=1),
             "kinds": tf.reduce_any(live & odd_kind, axis=1),
             "logprobs": tf.reduce_any(live & odd_logprob, axis=1),
-            "page_bytes": tf.strings.length(piece.page_bytes) != self._pool.page_bytes,
+            "page_bytes": tf.strings.length(piece.page_bytes) != self._pools.page_bytes,
         }
         for name, holds in wrong.items():
             refusal = refusal.when(holds, Status.INVALID, INPUT_NUMBERS[name])

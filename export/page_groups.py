@@ -29,7 +29,6 @@ class _Places(NamedTuple):
 
 
 def write_key_groups(
-    codec: ChannelGroups,
     pool: PagePool,
     tail: ExactTail,
     geometry: CacheGeometry,
@@ -39,21 +38,25 @@ def write_key_groups(
     positions: tf.Tensor,
     tails: Tails,
 ) -> Parts:
-    """Codes all groups that new tokens join: from exact numbers where there are any, and from
-    codes where a session has none of its own (see `Tails.since`).
+    """Codes all groups that new tokens join, in the layers of a pool whose codec codes keys
+    together: from exact numbers where there are any, and from codes where a session has none of
+    its own (see `Tails.since`).
 
     Args:
-        codec: Of the keys.
         pool: The pages.
         tail: What is kept exactly, before the new tokens are in it.
         geometry: Where tokens lie.
         parts: The cache.
-        keys: float32 ``[L, B, K, T, H]`` of the new tokens.
+        keys: float32 ``[L, B, K, T, H]`` of the new tokens, in all layers.
         table: int32 ``[B, columns]``.
         positions: int32 ``[B, T]``; −1 is written nowhere.
         tails: Fields ``[B]``.
     """
-    config, size, stored = pool.config, geometry.page_size, parts["keys"]
+    codec, side = pool.codec.keys, pool.sides[0]
+    if not isinstance(codec, ChannelGroups):
+        return parts
+    config, size, stored = pool.config, geometry.page_size, parts[side]
+    layers = len(pool.layers)
     touched = touched_groups(positions, codec.tokens)
     batch, width = tf.shape(positions)[0], touched.positions.shape[1]
 
@@ -63,11 +66,12 @@ def write_key_groups(
         physical = tf.gather(table, geometry.column_of(page), batch_dims=1)
         physical = tf.reshape(tf.where(at >= 0, physical, 0), [-1])
         offsets = tf.reshape(tf.maximum(at, 0) % size // tokens, [-1])
-        return _Places(*rows_of_tokens(config, physical, offsets), (batch, at.shape[1]))
+        rows = rows_of_tokens(config, physical, offsets, layers=layers)
+        return _Places(*rows, (batch, at.shape[1]))
 
-    def by_batch(x: tf.Tensor, shape: tuple[tf.Tensor, int]) -> tf.Tensor:
+    def by_batch(x: tf.Tensor, shape: tuple[tf.Tensor, int], layers: int = layers) -> tf.Tensor:
         """``[L · B · n · K, ...]`` as ``[B, L, K, n, ...]``."""
-        lead = [config.num_layers, *shape, config.num_key_value_heads]
+        lead = [layers, *shape, config.num_key_value_heads]
         return tf.transpose(tf.reshape(x, [*lead, *x.shape[1:]]), [1, 0, 3, 2, 4])
 
     where = {
@@ -78,11 +82,11 @@ def write_key_groups(
         name: by_batch(gather_columns(stored[name], at.rows, at.offsets), at.shape)
         for name, at in where.items()
     }
-    exact = by_batch(
-        tail.gather_tokens(parts["exact"], tails.slot, touched.positions), (batch, width)
-    )
-    fresh = tf.gather(tf.transpose(keys, [1, 0, 2, 3, 4]), touched.sources, axis=3, batch_dims=1)
-    held = tail.holds(tails, first_position(positions), touched.positions)
+    exact = tail.gather_tokens(parts["exact"], tails.slot, touched.positions)
+    exact = pool.own(by_batch(exact, (batch, width), config.num_layers), axis=1)
+    of_rows = tf.transpose(pool.own(keys), [1, 0, 2, 3, 4])
+    fresh = tf.gather(of_rows, touched.sources, axis=3, batch_dims=1)
+    held = tail.holds(pool.codec, tails, first_position(positions), touched.positions)
     known = tf.where(_of_tokens(held), exact, codec.decode(old))
     whole = tf.where(_of_tokens(touched.fresh), fresh, known)
     coded = codec.encode_groups(whole, (touched.positions >= 0)[:, tf.newaxis, tf.newaxis])
@@ -92,7 +96,7 @@ def write_key_groups(
         )
         for name, at in where.items()
     }
-    return {**parts, "keys": written}
+    return {**parts, side: written}
 
 
 def _of_tokens(flags: tf.Tensor) -> tf.Tensor:

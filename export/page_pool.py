@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
@@ -10,21 +10,21 @@ from tfkv.config import DecoderConfig
 from tfkv.export.transient import TransientVariable
 from tfkv.layers.codecs import CacheCodec, Codec, Coded
 
-#: Parts of the pool by side ("keys", "values") and part name; what else is in it, such as an
-#: `ExactTail` under "exact", goes through as it is.
+#: Parts of pools by side ("keys", "values"; see `PagePool`) and part name; what else is in it,
+#: such as an `ExactTail` under "exact", goes through as it is.
 Parts = dict[str, dict[str, tf.Tensor]]
 
 _Scatter = Callable[[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor], tf.Tensor]
 
 
 class PagePool:
-    """The store behind every policy of an artifact.
+    """The store behind every policy of an artifact, of the layers that share a codec: mostly all.
 
     Each part of a code is one variable, ``[pages · L, K, ..., C]`` of keys and
     ``[pages · L, K, C, ...]`` of values: the layouts that both products of attention read
     fastest. Row ``page · L + layer`` holds a page of a layer, so that a whole page is
-    contiguous over its layers. Page 0 is nobody's: rows that must not be stored are written
-    there.
+    contiguous over its layers; here L and ``layer`` count the pool's own layers. Page 0 is
+    nobody's: rows that must not be stored are written there.
 
     The pool is read as plain tensors inside one computation and assigned back at its end:
     XLA then updates it in place.
@@ -32,25 +32,38 @@ class PagePool:
     Args:
         config: Architecture.
         codec: How numbers are written.
+        layers: Whose, ascending.
         pages: Pages, page 0 included (axis P).
         page_size: Tokens a page (axis C).
+        number: Of the pool, among those of an engine.
+
+    Attributes:
+        sides: What its keys and its values are called in `Parts`.
     """
 
     def __init__(
-        self, config: DecoderConfig, codec: CacheCodec, pages: int, page_size: int
+        self,
+        config: DecoderConfig,
+        codec: CacheCodec,
+        layers: Sequence[int],
+        pages: int,
+        page_size: int,
+        number: int = 0,
     ) -> None:
         self.config = config
         self.codec = codec
+        self.layers = tuple(layers)
         self.pages = pages
         self.page_size = page_size
-        lead = (pages * config.num_layers, config.num_key_value_heads)
+        self.sides = ("keys", "values") if number == 0 else (f"keys_{number}", f"values_{number}")
+        lead = (pages * len(self.layers), config.num_key_value_heads)
         codec.check(config.head_dim)
-        spec = {side: one.spec(config.head_dim) for side, one in codec.sides().items()}
+        keys, values = self.sides
+        codecs = zip(self.sides, codec.sides().values(), strict=True)
+        spec = {side: one.spec(config.head_dim) for side, one in codecs}
         shapes = {
-            "keys": {n: (*lead, *p.shape, page_size // p.tokens) for n, p in spec["keys"].items()},
-            "values": {
-                n: (*lead, page_size // p.tokens, *p.shape) for n, p in spec["values"].items()
-            },
+            keys: {n: (*lead, *p.shape, page_size // p.tokens) for n, p in spec[keys].items()},
+            values: {n: (*lead, page_size // p.tokens, *p.shape) for n, p in spec[values].items()},
         }
         self.variables = {
             side: {
@@ -79,13 +92,20 @@ class PagePool:
                 variable.assign(parts[side][name])
 
     def gather(self, parts: Parts, pages: tf.Tensor, layer: tf.Tensor) -> tuple[Coded, Coded]:
-        """Coded keys ``[A, K, ..., C]`` and values ``[A, K, C, ...]`` of ``pages [A]``."""
-        rows = pages * self.config.num_layers + layer
+        """Coded keys ``[A, K, ..., C]`` and values ``[A, K, C, ...]`` of ``pages [A]`` in the
+        pool's own ``layer``."""
+        rows = pages * len(self.layers) + layer
         keys, values = (
             {name: tf.gather(part, rows) for name, part in parts[side].items()}
-            for side in ("keys", "values")
+            for side in self.sides
         )
         return keys, values
+
+    def own(self, x: tf.Tensor, axis: int = 0) -> tf.Tensor:
+        """Of something of all layers, that of the pool's."""
+        if len(self.layers) == self.config.num_layers:
+            return x
+        return tf.gather(x, self.layers, axis=axis)
 
     def copy(self, parts: Parts, sources: tf.Tensor, targets: tf.Tensor) -> Parts:
         """Copies whole pages.
@@ -97,7 +117,7 @@ class PagePool:
         """
         sources, targets = tf.reshape(sources, [-1]), tf.reshape(targets, [-1])
         count = tf.reduce_sum(tf.cast(sources > 0, tf.int32))
-        layers = tf.range(self.config.num_layers)
+        layers = tf.range(len(self.layers))
 
         def compact() -> tf.Tensor:
             return tf.argsort(tf.cast(sources == 0, tf.int32), stable=True)
@@ -106,8 +126,8 @@ class PagePool:
 
         def body(index: tf.Tensor, parts: Parts) -> tuple[tf.Tensor, Parts]:
             pair = tf.gather(order, index)
-            source = tf.gather(sources, pair) * self.config.num_layers + layers
-            target = tf.gather(targets, pair) * self.config.num_layers + layers
+            source = tf.gather(sources, pair) * len(self.layers) + layers
+            target = tf.gather(targets, pair) * len(self.layers) + layers
             copied = {
                 side: {
                     name: tf.tensor_scatter_nd_update(
@@ -123,37 +143,30 @@ class PagePool:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page, all layers and parts."""
+        """Bytes of one page, all its layers and parts."""
         return self.nbytes // self.pages
 
-    def read_bytes(self, pages: tf.Tensor) -> tf.Tensor:
-        """Pages as they are stored, string ``[B]`` of `page_bytes` bytes each: keys before
-        values, parts in the codec's order, layers in theirs. Page 0 is all zeros."""
+    def read_raw(self, pages: tf.Tensor) -> list[tf.Tensor]:
+        """Pages as they are stored, uint8 ``[B, n]``: keys before values, parts in the codec's
+        order, layers in theirs."""
         rows = self._rows_of(pages)
         taken = []
         for variable in self._all():
             part = tf.bitcast(tf.gather(variable.read(), rows), tf.uint8)
             taken.append(tf.reshape(part, [tf.size(pages), variable.nbytes // self.pages]))
-        data = tf.where((pages > 0)[:, tf.newaxis], tf.concat(taken, axis=1), 0)
+        return taken
 
-        def text(row: tf.Tensor) -> tf.Tensor:
-            # The content comes last in a serialized tensor.
-            return tf.strings.substr(tf.io.serialize_tensor(row), -self.page_bytes, self.page_bytes)
-
-        return tf.map_fn(text, data, fn_output_signature=tf.string)
-
-    def write_bytes(self, pages: tf.Tensor, data: tf.Tensor) -> None:
-        """Puts back what `read_bytes` gave, without touching any other page.
+    def write_raw(self, pages: tf.Tensor, numbers: tf.Tensor) -> None:
+        """Puts back what `read_raw` gave, without touching any other page.
 
         Args:
             pages: int32 ``[B]``; 0 = nowhere.
-            data: string ``[B]``.
+            numbers: uint8 ``[B, page_bytes]``.
         """
-        numbers = tf.io.decode_raw(data, tf.uint8, fixed_length=self.page_bytes)
         rows = self._rows_of(pages)
         sizes = [variable.nbytes // self.pages for variable in self._all()]
         for variable, part in zip(self._all(), tf.split(numbers, sizes, axis=1), strict=True):
-            shape = [tf.size(pages), self.config.num_layers, *variable.shape[1:]]
+            shape = [tf.size(pages), len(self.layers), *variable.shape[1:]]
             width = variable.dtype.size
             part = tf.reshape(part, shape if width == 1 else [*shape, width])
             tf.raw_ops.ResourceScatterUpdate(
@@ -168,7 +181,7 @@ class PagePool:
 
     def _rows_of(self, pages: tf.Tensor) -> tf.Tensor:
         """Rows of the parts, int32 ``[B, L]``."""
-        layers = self.config.num_layers
+        layers = len(self.layers)
         return pages[:, tf.newaxis] * layers + tf.range(layers)
 
     def write(
@@ -179,48 +192,55 @@ class PagePool:
         keys: tf.Tensor,
         values: tf.Tensor,
     ) -> Parts:
-        """Stores tokens of all layers, but for keys that are coded together: see
+        """Stores tokens of its layers, but for keys that are coded together: see
         `page_groups.write_key_groups`.
 
         Args:
             parts: The pool.
             pages: int32 ``[M]``, page of each token; 0 = nowhere.
             offsets: int32 ``[M]``, place within the page.
-            keys: float ``[L, M, K, H]``.
+            keys: float ``[L, M, K, H]``, of all layers.
             values: Likewise.
 
         Returns:
             The pool with the tokens in it.
         """
-        rows, offsets = rows_of_tokens(self.config, pages, offsets)
+        rows, offsets = rows_of_tokens(self.config, pages, offsets, layers=len(self.layers))
+        of_keys, of_values = self.sides
 
         def side(name: str, codec: Codec, x: tf.Tensor, scatter: _Scatter) -> dict[str, tf.Tensor]:
-            coded = codec.encode(x)
+            coded = codec.encode(self.own(x))
             return {n: scatter(part, rows, offsets, coded[n]) for n, part in parts[name].items()}
 
-        written = {"values": side("values", self.codec.values, values, scatter_rows)}
+        written = {of_values: side(of_values, self.codec.values, values, scatter_rows)}
         if self.codec.keys.tokens == 1:
-            written["keys"] = side("keys", self.codec.keys, keys, scatter_columns)
+            written[of_keys] = side(of_keys, self.codec.keys, keys, scatter_columns)
         return {**parts, **written}
 
 
 def rows_of_tokens(
-    config: DecoderConfig, owners: tf.Tensor, offsets: tf.Tensor, heads: int | None = None
+    config: DecoderConfig,
+    owners: tf.Tensor,
+    offsets: tf.Tensor,
+    heads: int | None = None,
+    layers: int | None = None,
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Where tokens lie in a part ``[owners · L, K, ...]``, in all layers and KV heads.
+    """Where tokens lie in a part ``[owners · L, K, ...]``, in all its layers and KV heads.
 
     Args:
         config: Architecture.
         owners: int32 ``[M]``, pages, or slots.
         offsets: int32 ``[M]``, place of each token there.
         heads: Heads of the part; KV heads where left out.
+        layers: Layers of the part; those of the model where left out.
 
     Returns:
         int32 ``[L · M · K]``: rows of the first two axes taken together, and places.
     """
     heads = config.num_key_value_heads if heads is None else heads
-    layers = tf.range(config.num_layers)[:, tf.newaxis, tf.newaxis]
-    rows = owners[tf.newaxis, :, tf.newaxis] * config.num_layers + layers
+    layers = config.num_layers if layers is None else layers
+    of_layer = tf.range(layers)[:, tf.newaxis, tf.newaxis]
+    rows = owners[tf.newaxis, :, tf.newaxis] * layers + of_layer
     rows = rows * heads + tf.range(heads)
     offsets = tf.broadcast_to(offsets[tf.newaxis, :, tf.newaxis], tf.shape(rows))
     return tf.reshape(rows, [-1]), tf.reshape(offsets, [-1])

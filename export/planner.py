@@ -6,15 +6,17 @@ import dataclasses
 import math
 from typing import Any
 
-from tfkv.config import DecoderConfig, EngineConfig
+from tfkv.config import DecoderConfig, EngineConfig, described
 from tfkv.errors import ConfigError
 from tfkv.export.engine import PREFILL_PIECE
+from tfkv.export.exact_tail import exact_bytes
 from tfkv.export.geometry import ENDLESS, CacheGeometry
 from tfkv.export.history import BYTES_PER_TOKEN as HISTORY_BYTES_PER_TOKEN
 from tfkv.export.importers.source import expected_tensors
 from tfkv.export.kept_tokens import kept_bytes
 from tfkv.export.packed_weights import BYTES_PER_WEIGHT
 from tfkv.layers.cache_spec import CacheSpec
+from tfkv.layers.per_layer import normal_form
 from tfkv.layers.policies import EvictingPolicy
 
 #: What a warm server holds besides weights and sessions: program, compiled code, buffers.
@@ -29,7 +31,7 @@ class MemoryPlan:
     """Bytes of an engine, and what fits into a budget.
 
     Attributes:
-        cache: Policy and codec.
+        cache: Policy and codec, and those of layers that have others.
         context: Tokens a session is planned for.
         key_bytes: Of the keys of one token, all layers; exact.
         value_bytes: Of its values; exact.
@@ -127,7 +129,7 @@ def plan_memory(
     Raises:
         ConfigError: A value is out of range, or the cache cannot be had for this model.
     """
-    given = str(CacheSpec.parse(engine.cache))
+    given = described(*normal_form(engine.cache, model.num_layers, engine.layer_caches))
     endless = CacheSpec.parse(engine.cache).policy.furthest is not None
     most = ENDLESS if endless else model.context_length
     if not 1 <= context <= most:
@@ -141,12 +143,10 @@ def plan_memory(
         engine, cache=_without_caps(engine.cache), capacity=max(context, 2 * engine.page_size)
     )
     geometry = CacheGeometry.of(model, engine, PREFILL_PIECE)
-    codec, size = geometry.cache.codec, engine.page_size
-    codec.check(model.head_dim)
-    heads = model.num_layers * model.num_key_value_heads
-    keys, values = (
-        heads * codec.sides()[side].bytes_per_token(model.head_dim) for side in ("keys", "values")
-    )
+    size = engine.page_size
+    for codec in dict.fromkeys(geometry.codecs):
+        codec.check(model.head_dim)
+    keys, values = geometry.bytes_per_token(model).values()
     return MemoryPlan(
         cache=given,
         context=context,
@@ -155,8 +155,7 @@ def plan_memory(
         page_bytes=size * (keys + values),
         session_pages=_pages_at_rest(geometry, context),
         history_bytes=(engine.history or model.context_length) * HISTORY_BYTES_PER_TOKEN,
-        beside_bytes=heads * codec.exact_bytes(model.head_dim)
-        + kept_bytes(model, geometry, engine),
+        beside_bytes=exact_bytes(model, geometry.codecs) + kept_bytes(model, geometry, engine),
         weight_bytes=BYTES_PER_WEIGHT
         * sum(math.prod(shape) for _, shape in expected_tensors(model)),
         memory=memory,

@@ -7,7 +7,7 @@ import tensorflow as tf
 from tfkv.errors import Status
 from tfkv.export.advance import Work
 from tfkv.export.history import History
-from tfkv.export.page_pool import PagePool
+from tfkv.export.layer_pools import LayerPools
 from tfkv.export.page_table import PageTable
 from tfkv.export.rows import Admission, Answer
 from tfkv.export.session_table import SessionTable
@@ -43,16 +43,16 @@ class Stats:
     Args:
         sessions: The session table.
         history: The sessions' memory.
-        pool: The page pool.
+        pools: The page pools.
         table: Whose pages are whose.
     """
 
     def __init__(
-        self, sessions: SessionTable, history: History, pool: PagePool, table: PageTable
+        self, sessions: SessionTable, history: History, pools: LayerPools, table: PageTable
     ) -> None:
         self._sessions = sessions
         self._history = history
-        self._pool = pool
+        self._pools = pools
         self._table = table
         self.counters = TransientVariable("counters", (len(STATS),), tf.int64)
         self.published = TransientVariable("published_stats", (len(STATS),), tf.int64)
@@ -78,7 +78,7 @@ class Stats:
             "rows": total(counted),
             "rows_padded": total(~probes & ~counted),
             "prefix_lookups": total(ok, work.found.looked_up),
-            "prefix_hits": total(ok, work.reused // self._pool.page_size),
+            "prefix_hits": total(ok, work.reused // self._pools.page_size),
             "tokens_reused": total(ok, work.reused),
             "evictions": tf.cast(work.evicted, tf.int64),
             "tokens_prefilled": total(ok, plan.fill),
@@ -118,7 +118,7 @@ class Stats:
             return tf.reduce_sum(tf.cast(pages, tf.int64))
 
         pages = count(references > 0)
-        page_bytes = self._pool.nbytes // self._pool.pages
+        page_bytes = self._pools.page_bytes
         now = {
             "slots_used": tf.reduce_sum(tf.cast(used, tf.int32)),
             "pages_used": pages,
@@ -154,8 +154,8 @@ class Stats:
         """The published values, each int64 ``[rows]``."""
         values = dict(zip(STATS, tf.unstack(self.published.read()), strict=True))
         values["slots"] = tf.constant(self._sessions.slots, tf.int64)
-        values["pages"] = tf.constant(self._pool.pages - 1, tf.int64)
-        values["bytes_pool"] = tf.constant(self._pool.nbytes, tf.int64)
+        values["pages"] = tf.constant(self._pools.pages - 1, tf.int64)
+        values["bytes_pool"] = tf.constant(self._pools.nbytes, tf.int64)
         values["uptime_ms"] = _now_ms() - self.loaded_ms.read()
         values["epoch"] = self.epoch.read()
         return {name: tf.fill([rows], value) for name, value in values.items()}

@@ -121,22 +121,19 @@ def verify(
         report("verify", 2, steps)
     sampled = answer["tokens"][0, : answer["count"][0]]
 
-    def expect(cache: CacheSpec) -> np.ndarray:
+    def expect(caches: list[CacheSpec]) -> np.ndarray:
         reference = CausalLM.from_weights(
-            model.config,
-            model.weights,
-            cache=caches_of(model.config, cache, engine.head_budgets),
-            capacity=engine.capacity,
+            model.config, model.weights, cache=caches, capacity=engine.capacity
         )
         return _through_cache(reference, prompt, sampled)
 
     cache = CacheSpec.parse(engine.cache)
-    expected = expect(cache)
-    exact = dataclasses.replace(cache, codec=CODECS["float32"])
+    caches = caches_of(model.config, cache, engine.head_budgets, engine.layer_caches)
+    expected = expect(caches)
+    exact = [dataclasses.replace(one, codec=CODECS["float32"]) for one in caches]
     # A code that falls to the other side through rounding moves those of the layers behind it:
     # two right computations with a lossy codec differ by about what the codec costs.
-    same = str(exact) == str(cache)
-    noise = np.max(np.abs((expected if same else expect(exact)) - expected), axis=-1)
+    noise = np.max(np.abs((expected if exact == caches else expect(exact)) - expected), axis=-1)
     _compare(expected, size, logits["logits"][0], sampled, 2 * noise)
     report("verify", 3, steps)
 

@@ -35,6 +35,14 @@ def layer_caches(
         >>> [str(c) for c in layer_caches("k4v4", 3, 2, ["0=int8"])]
         ['dense+int8', 'dense+k4v4', 'dense+k4v4']
     """
+    specs = with_exceptions(cache, layers, exceptions)
+    return [_at_layer(spec, layer, layers, heads, tables) for layer, spec in enumerate(specs)]
+
+
+def with_exceptions(
+    cache: CacheSpec | str, layers: int, exceptions: Sequence[str]
+) -> list[CacheSpec]:
+    """What was asked for each layer, before a calibration adds to it; as `layer_caches`."""
     specs = [CacheSpec.parse(cache)] * layers
     for text in exceptions:
         numbers, equals, other = text.partition("=")
@@ -42,7 +50,40 @@ def layer_caches(
             raise ConfigError(f"Expected layers=cache, such as '0-1=int8'. Received: {text!r}.")
         for layer in _layers(numbers, layers, text):
             specs[layer] = specs[layer].changed(other)
-    return [_at_layer(spec, layer, layers, heads, tables) for layer, spec in enumerate(specs)]
+    return specs
+
+
+def normal_form(
+    cache: CacheSpec | str, layers: int, exceptions: Sequence[str]
+) -> tuple[CacheSpec, tuple[str, ...]]:
+    """A cache and its exceptions as they are written down, however they were asked for: one
+    exception for each cache that differs, none where all layers are alike.
+
+    Example:
+        >>> normal_form("k4v4", 4, ["0=int8", "3=int8"])[1]
+        ('0,3=int8',)
+        >>> str(normal_form("k4v4", 4, ["0-3=int8"])[0])
+        'dense+int8'
+    """
+    specs = with_exceptions(cache, layers, exceptions)
+    names = [str(spec) for spec in specs]
+    usual = CacheSpec.parse(cache)
+    usual = usual if str(usual) in names else specs[0]
+    others = [name for name in dict.fromkeys(names) if name != str(usual)]
+    # A codec alone keeps the policy.
+    return usual, tuple(
+        f"{_spans([layer for layer, name in enumerate(names) if name == other])}="
+        + other.removeprefix(f"{usual.policy}+")
+        for other in others
+    )
+
+
+def _spans(numbers: Sequence[int]) -> str:
+    """Ascending numbers as ``0-1,5``."""
+    firsts = [n for n in numbers if n - 1 not in numbers]
+    lasts = [n for n in numbers if n + 1 not in numbers]
+    pairs = zip(firsts, lasts, strict=True)
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in pairs)
 
 
 def _at_layer(

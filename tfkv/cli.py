@@ -96,6 +96,10 @@ CalibrationFile = Annotated[
     pathlib.Path | None,
     typer.Option(exists=True, dir_okay=False, help="File of `tfkv calibrate`, of these weights."),
 ]
+LayerCache = Annotated[
+    list[str] | None,
+    typer.Option(help="Layers with another codec, such as '0-1=int8'; give it for each."),
+]
 TextFile = Annotated[
     pathlib.Path | None,
     typer.Option(
@@ -151,6 +155,7 @@ def export(
     cache: Annotated[
         str, typer.Option(help="Policy+codec, such as 'sliding_window(window=1024)+int8'.")
     ] = _DEFAULT.cache,
+    layer_cache: LayerCache = None,
     slots: Annotated[int, typer.Option(help="Sessions held at once.")] = _DEFAULT.slots,
     capacity: Annotated[int, typer.Option(help="Most tokens a session stores.")] = (
         _DEFAULT.capacity
@@ -211,6 +216,7 @@ def export(
         scan_pages=scan_pages,
         pool_bytes=_bytes("--pool-bytes", pool_bytes),
         tenant_sessions=tenant_sessions,
+        layer_caches=tuple(layer_cache or ()),
         xla=xla,
     )
     terminal.load_tensorflow()
@@ -506,6 +512,7 @@ def plan(
     ],
     memory: Annotated[str, typer.Option(help="What the server may take, such as 4GB.")],
     cache: Annotated[str, typer.Option(help="Policy+codec.")] = _DEFAULT.cache,
+    layer_cache: LayerCache = None,
     context: Annotated[int, typer.Option(help="Tokens of a session.")] = _DEFAULT.capacity,
     page_size: Annotated[int, typer.Option(help="Tokens a page.")] = _DEFAULT.page_size,
     history: Annotated[int, typer.Option(help="Tokens a session remembers, 0 = context.")] = (
@@ -514,7 +521,12 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Tells how many sessions fit into a memory budget, and what a version swap takes."""
-    engine = EngineConfig(cache=cache, page_size=page_size, history=history)
+    engine = EngineConfig(
+        cache=cache,
+        page_size=page_size,
+        history=history,
+        layer_caches=tuple(layer_cache or ()),
+    )
     terminal.load_tensorflow()
     from tfkv.export import plan_memory
     from tfkv.export.importers import load
@@ -562,6 +574,7 @@ def evaluate(
     source: Annotated[str, typer.Argument(help="Path of a .gguf file, or 'smollm2'.")],
     cache: Annotated[list[str], typer.Option(help="Policy+codec; give it once for each.")],
     out: Annotated[pathlib.Path, typer.Option(help="Directory of eval.json and eval.html.")],
+    layer_cache: LayerCache = None,
     text: TextFile = None,
     tokens: Annotated[
         list[int], typer.Option(help="Tokens of a passage; give it once for each length.")
@@ -594,7 +607,15 @@ def evaluate(
     )
     with terminal.Steps() as steps:
         scores = evaluate_caches(
-            source, cache, out, given, plan, baselines, calibration, progress=steps
+            source,
+            cache,
+            out,
+            given,
+            plan,
+            baselines,
+            calibration,
+            tuple(layer_cache or ()),
+            progress=steps,
         )
     for table in terminal.scores_tables(scores):
         terminal.output().print(table)

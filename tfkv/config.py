@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from typing import Any, Self
 
 from tfkv.errors import ConfigError
@@ -22,6 +23,11 @@ def _from_dict(cls: type, data: dict[str, Any]) -> Any:
             f"Known fields: {', '.join(sorted(known))}."
         )
     return cls(**data)
+
+
+def described(cache: object, layer_caches: Iterable[str]) -> str:
+    """A cache and its exceptions, for people and as a key."""
+    return "; ".join([str(cache), *layer_caches])
 
 
 def _require(holds: bool, name: str, rule: str, received: Any) -> None:
@@ -114,6 +120,8 @@ class EngineConfig:
         scan_pages: Pages attention reads at once (see docs/decisions).
         head_budgets: Entries of each KV head of each layer, for a policy that evicts and whose
             budget a calibration has shared out; empty = the same for all.
+        layer_caches: Layers that have another codec than `cache`, as exceptions of
+            `tfkv.layers.layer_caches`: ``("0-1=int8",)``.
         xla: Whether prefill and decode are compiled with XLA.
 
     Raises:
@@ -136,10 +144,18 @@ class EngineConfig:
     tenant_sessions: int = 0
     scan_pages: int = 8
     head_budgets: tuple[tuple[int, ...], ...] = ()
+    layer_caches: tuple[str, ...] = ()
     xla: bool = True
 
     def __post_init__(self) -> None:
+        _require(
+            not isinstance(self.layer_caches, str),
+            "layer_caches",
+            "must be several strings, such as ('0-1=int8',)",
+            self.layer_caches,
+        )
         object.__setattr__(self, "batch_sizes", tuple(self.batch_sizes))
+        object.__setattr__(self, "layer_caches", tuple(self.layer_caches))
         object.__setattr__(self, "head_budgets", tuple(map(tuple, self.head_budgets)))
         for name in ("slots", "capacity", "page_size", "decode_chunk", "prefill_tokens"):
             _require(getattr(self, name) >= 1, name, "must be at least 1", getattr(self, name))

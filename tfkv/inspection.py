@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from tfkv.config import described
 from tfkv.errors import ConfigError
 from tfkv.manifest import TOKENIZER_PATH, WARMUP_PATH, Manifest, TensorSpec, latest_version
 from tfkv.terminal import human_bytes
@@ -92,7 +93,7 @@ def _overview(facts: dict[str, Any], manifest: Manifest) -> Table:
             f"{model.intermediate_dim}, vocabulary {model.vocabulary_size}"
         ),
         "trained context": f"{model.context_length} tokens",
-        "cache": engine.cache,
+        "cache": described(engine.cache, engine.layer_caches),
         "sessions": f"{engine.slots} of at most {manifest.positions} positions",
         "pages": f"{engine.pages_per_slot} a session, of {engine.page_size} tokens",
         "a call": f"prefills {engine.prefill_tokens}, samples {engine.decode_chunk} tokens",

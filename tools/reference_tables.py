@@ -89,7 +89,11 @@ def _engine() -> str:
 
 
 def _option(field: str) -> str:
-    others = {"xla": "--no-xla", "head_budgets": "--calibration"}
+    others = {
+        "xla": "--no-xla",
+        "head_budgets": "--calibration",
+        "layer_caches": "--layer-cache",
+    }
     return f"`{others.get(field, '--' + field.replace('_', '-'))}`"
 
 

@@ -95,6 +95,8 @@ def test_fingerprint_follows_weights_and_cache(exported):
     changed = {**WEIGHTS, "final_norm": WEIGHTS["final_norm"] + np.float32(1e-6)}
     other = dataclasses.replace(source, weights=changed)
     assert exporter._fingerprint(other, ENGINES["plain"]) != prints["plain"]
+    mixed = dataclasses.replace(ENGINES["plain"], layer_caches=("0=int8",))
+    assert exporter._fingerprint(source, mixed) != prints["plain"]
 
 
 @pytest.fixture

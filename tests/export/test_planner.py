@@ -21,8 +21,8 @@ def test_pages_are_those_that_an_engine_allocates(policy: str, codec: str):
     context = 96 if policy == "dense" else tiny_model.CONFIG.context_length
     found = plan_memory(tiny_model.CONFIG, engine, context, memory=10**9)
     built = Engine(tiny_model.CONFIG, tiny_model.make_weights(), engine)
-    assert found.page_bytes == built.pool.page_bytes
-    assert found.pool_bytes(2) == built.pool.nbytes
+    assert found.page_bytes == built.pools.page_bytes
+    assert found.pool_bytes(2) == built.pools.nbytes
     assert found.token_bytes == built.bytes_per_token
     history = built.history
     held = sum(v.nbytes for v in (history.tokens, history.kinds, history.logprobs))

@@ -83,9 +83,9 @@ def test_every_command_has_help(command):
 def test_export_options_are_those_of_the_engine():
     """A new field of `EngineConfig` needs an option, with the same default."""
     text = plain(run("export", "--help").output)
-    from_files = {"head_budgets": "--calibration"}
+    others = {"head_budgets": "--calibration", "layer_caches": "--layer-cache"}
     for field in dataclasses.fields(EngineConfig):
-        assert from_files.get(field.name, f"--{field.name.replace('_', '-')}") in text
+        assert others.get(field.name, f"--{field.name.replace('_', '-')}") in text
 
 
 def test_version():
@@ -121,6 +121,18 @@ def test_plan_says_how_many_sessions_fit(artifact, no_tensorflow):
     table = run(*arguments).stdout
     assert f"{data['sessions']:,} sessions" in table
     assert f"{data['swap_peak_bytes']:,}" in table
+
+
+def test_plan_adds_up_layers_that_differ(artifact, no_tensorflow):
+    arguments = ("plan", artifact, "--memory", "1GB", "--cache", "k8v4", "--context", "100")
+    arguments += ("--layer-cache", "1=float32")
+    data = json.loads(run(*arguments, "--json").stdout)
+    assert (data["key_bytes"], data["value_bytes"]) == (2 * (20 + 64), 2 * (12 + 64))
+    assert data["cache"] == "dense+k8v4; 1=float32"
+    assert "dense+k8v4; 1=float32" in run(*arguments).stdout
+    refused = run(*arguments, "--layer-cache", "2=int8")
+    assert refused.exit_code == 1
+    assert "The model has layers 0 to 1" in plain(refused.stderr)
 
 
 def test_plan_refuses_what_is_no_size(artifact, no_tensorflow):
@@ -227,6 +239,14 @@ def test_calibrations_that_cannot_be_used_are_refused(tmp_path):
     assert "made with other weights" in plain(refused.output)
 
 
+def test_inspect_shows_layers_that_differ(artifact):
+    path = artifact / MANIFEST_PATH
+    manifest = json.loads(path.read_text())
+    manifest["engine"]["layer_caches"] = ["0=int8"]
+    path.write_text(json.dumps(manifest))
+    assert "dense+float32; 0=int8" in plain(run("inspect", artifact).stdout)
+
+
 def test_inspect_json_is_the_manifest_and_the_bytes(artifact):
     result = run("inspect", artifact, "--json")
     facts = json.loads(result.stdout)
@@ -316,13 +336,18 @@ def test_export_hands_options_to_the_exporter(no_tensorflow, monkeypatch, tmp_pa
     table = tmp_path / "calibration.json"
     table.write_text("{}")
     arguments += ["--calibration", table]
+    arguments += ["--layer-cache", "0-1=float32", "--layer-cache", "3=k4v4"]
     result = run("export", "smollm2", tmp_path / "out", *arguments)
     assert result.exit_code == 0, result.output
     assert result.stdout.strip() == str(tmp_path / "out" / "1")
     assert "Verifying: 2/2" in result.stderr
     assert (seen["source"], seen["calibration"]) == ("smollm2", table)
     assert seen["engine"] == EngineConfig(
-        cache="dense+int8", slots=2, batch_sizes=(1, 2), xla=False
+        cache="dense+int8",
+        slots=2,
+        batch_sizes=(1, 2),
+        xla=False,
+        layer_caches=("0-1=float32", "3=k4v4"),
     )
 
 

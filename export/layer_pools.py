@@ -1,0 +1,144 @@
+"""The page pools of all layers: one for each codec, mostly a single one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from tfkv.config import DecoderConfig
+from tfkv.export.page_pool import PagePool, Parts
+from tfkv.layers.codecs import CacheCodec
+
+
+class Layer(NamedTuple):
+    """One layer, inside a loop over a `Run`.
+
+    Attributes:
+        number: int32, which layer of the model.
+        row: int32, which layer of its pool.
+        pool: Where its keys and values lie.
+    """
+
+    number: tf.Tensor
+    row: tf.Tensor
+    pool: PagePool
+
+
+class Run(NamedTuple):
+    """Neighbouring layers that share a codec; as many as there are.
+
+    Attributes:
+        first: The first of them.
+        end: One past the last.
+        pool: Where their keys and values lie.
+    """
+
+    first: int
+    end: int
+    pool: PagePool
+
+    def layer(self, number: tf.Tensor) -> Layer:
+        """One of them."""
+        skipped = self.first - self.pool.layers.index(self.first)
+        return Layer(number, number - skipped if skipped else number, self.pool)
+
+
+class LayerPools:
+    """Keys and values of all sessions and layers, on pages.
+
+    Layers may differ in their codec and in nothing else, so that all pools have the same pages
+    and block tables: a page of a session is a page of each pool.
+
+    Args:
+        config: Architecture.
+        codecs: Of each layer; equal ones are one object.
+        pages: Pages, page 0 included (axis P).
+        page_size: Tokens a page (axis C).
+
+    Attributes:
+        pools: One for each codec, in the order of their first layers.
+        runs: All layers in order, cut where the codec changes.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, codecs: Sequence[CacheCodec], pages: int, page_size: int
+    ) -> None:
+        self.pages = pages
+        self.page_size = page_size
+        layers: dict[CacheCodec, list[int]] = {}
+        for layer, codec in enumerate(codecs):
+            layers.setdefault(codec, []).append(layer)
+        of_codec = {
+            codec: PagePool(config, codec, own, pages, page_size, number)
+            for number, (codec, own) in enumerate(layers.items())
+        }
+        self.pools = tuple(of_codec.values())
+        cuts = [n for n in range(1, len(codecs)) if codecs[n] != codecs[n - 1]]
+        self.runs = tuple(
+            Run(first, end, of_codec[codecs[first]])
+            for first, end in zip([0, *cuts], [*cuts, len(codecs)], strict=True)
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pools."""
+        return sum(pool.nbytes for pool in self.pools)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page, all layers and parts."""
+        return sum(pool.page_bytes for pool in self.pools)
+
+    def read(self) -> Parts:
+        """All parts as tensors."""
+        return {side: part for pool in self.pools for side, part in pool.read().items()}
+
+    def assign(self, parts: Parts) -> None:
+        """Publishes what a computation wrote."""
+        for pool in self.pools:
+            pool.assign(parts)
+
+    def copy(self, parts: Parts, sources: tf.Tensor, targets: tf.Tensor) -> Parts:
+        """Copies whole pages; see `PagePool.copy`."""
+        for pool in self.pools:
+            parts = pool.copy(parts, sources, targets)
+        return parts
+
+    def write(
+        self,
+        parts: Parts,
+        pages: tf.Tensor,
+        offsets: tf.Tensor,
+        keys: tf.Tensor,
+        values: tf.Tensor,
+    ) -> Parts:
+        """Stores tokens of all layers; see `PagePool.write`."""
+        for pool in self.pools:
+            parts = pool.write(parts, pages, offsets, keys, values)
+        return parts
+
+    def read_bytes(self, pages: tf.Tensor) -> tf.Tensor:
+        """Pages as they are stored, string ``[B]`` of `page_bytes` bytes each: pool after pool,
+        as `PagePool.read_raw` reads them. Page 0 is all zeros."""
+        taken = [part for pool in self.pools for part in pool.read_raw(pages)]
+        data = tf.where((pages > 0)[:, tf.newaxis], tf.concat(taken, axis=1), 0)
+
+        def text(row: tf.Tensor) -> tf.Tensor:
+            # The content comes last in a serialized tensor.
+            return tf.strings.substr(tf.io.serialize_tensor(row), -self.page_bytes, self.page_bytes)
+
+        return tf.map_fn(text, data, fn_output_signature=tf.string)
+
+    def write_bytes(self, pages: tf.Tensor, data: tf.Tensor) -> None:
+        """Puts back what `read_bytes` gave, without touching any other page.
+
+        Args:
+            pages: int32 ``[B]``; 0 = nowhere.
+            data: string ``[B]``.
+        """
+        numbers = tf.io.decode_raw(data, tf.uint8, fixed_length=self.page_bytes)
+        sizes = [pool.page_bytes for pool in self.pools]
+        for pool, own in zip(self.pools, tf.split(numbers, sizes, axis=1), strict=True):
+            pool.write_raw(pages, own)
