@@ -256,7 +256,7 @@ class CacheBench:
         return self._read_through(_FULL)
 
     def _read_through(self, cache: str) -> EngineReader:
-        return _reader(self._model, cache, self._plan.longest, self._tables)
+        return open_reader(self._model, cache, self._plan.longest, self._tables)
 
 
 def against_full(
@@ -276,14 +276,14 @@ def against_full(
         session of one passage stores, for each of its tokens.
     """
     tables, longest = checked(model, calibration), max(len(read[0]), 128)
-    full = _reader(model, _FULL, longest, tables)
-    return lambda cache: _compare(full, _reader(model, cache, longest, tables), read)
+    full = open_reader(model, _FULL, longest, tables)
+    return lambda cache: _compare(full, open_reader(model, cache, longest, tables), read)
 
 
-def _reader(
+def open_reader(
     model: ModelSource, cache: str, capacity: int, tables: Calibration | None
 ) -> EngineReader:
-    """Reads through a cache with room for so many tokens."""
+    """A reader through a cache with room for so many tokens, on pages of its own."""
     config = EngineConfig(cache=cache, slots=1, capacity=capacity, batch_sizes=(1,))
     return EngineReader(Engine(model.config, model.weights, with_budgets(model, config, tables)))
 
