@@ -101,7 +101,8 @@ def against_full(
 
     def engine(cache: str) -> Engine:
         config = EngineConfig(cache=cache, slots=1, capacity=max(tokens, 128), batch_sizes=(1,))
-        return Engine(model.config, model.weights, with_budgets(model, config, tables))
+        config = with_budgets(model, config, tables)
+        return Engine(model.config, model.weights, config, calibration=tables)
 
     full = EngineReader(engine(_FULL))
 

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from tfkv.config import DecoderConfig
 from tfkv.export.transient import TransientVariable
-from tfkv.layers.codecs import CacheCodec, Coded
+from tfkv.layers.codecs import CacheCodec, Codec, Coded
 
 #: Parts of the pool by side ("keys", "values") and part name; what else is in it, such as an
 #: `ExactTail` under "exact", goes through as it is.
@@ -187,8 +187,8 @@ class PagePool:
         """
         rows, offsets = rows_of_tokens(self.config, pages, offsets)
         sides = (
-            ("keys", self.codec.keys.encode(keys), _scatter_columns),
-            ("values", self.codec.values.encode(values), scatter_rows),
+            ("keys", self._encode(self.codec.keys, keys), _scatter_columns),
+            ("values", self._encode(self.codec.values, values), scatter_rows),
         )
         written = {
             side: {
@@ -198,6 +198,14 @@ class PagePool:
             for side, coded, scatter in sides
         }
         return {**parts, **written}
+
+    def _encode(self, codec: Codec, x: tf.Tensor) -> Coded:
+        """Codes of ``x [L, M, K, H]``, parts ``[L, M, K, ...]``."""
+        if not self.codec.needs_calibration:
+            return codec.encode(x)
+        # Tables of each head want heads before tokens.
+        coded = codec.encode(tf.transpose(x, [0, 2, 1, 3]))
+        return {name: tf.transpose(part, [0, 2, 1, 3]) for name, part in coded.items()}
 
 
 def rows_of_tokens(

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.saved_model import loader_impl
 
+from tfkv.calibration import Calibration
 from tfkv.errors import ExportError, Status
 from tfkv.export.importers import ModelSource
 from tfkv.manifest import Manifest, SignatureSpec
@@ -72,7 +73,10 @@ def _complete(spec: SignatureSpec, inputs: dict[str, object]) -> dict[str, np.nd
 
 
 def verify(
-    model: ModelSource, version_dir: pathlib.Path, report: Callable[[str, int, int], None]
+    model: ModelSource,
+    version_dir: pathlib.Path,
+    report: Callable[[str, int, int], None],
+    calibration: Calibration | None = None,
 ) -> None:
     """Compares a written artifact with the Keras model of the same weights.
 
@@ -80,6 +84,7 @@ def verify(
         model: What was exported.
         version_dir: What was written.
         report: Progress callback.
+        calibration: That it was exported with.
 
     Raises:
         ExportError: They differ; it says where first.
@@ -118,7 +123,7 @@ def verify(
         reference = CausalLM.from_weights(
             model.config,
             model.weights,
-            cache=caches_of(model.config, cache, engine.head_budgets),
+            cache=caches_of(model.config, cache, engine.head_budgets, calibration),
             capacity=engine.capacity,
         )
         return _through_cache(reference, prompt, sampled)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from tfkv.layers.codecs.block_gtq import BlockGTQ
+from tfkv.layers.codecs.calibrated_codec import CalibratedCodec, CodecTables
 from tfkv.layers.codecs.codec import CacheCodec, Codec, Coded, Dots, PartSpec
 from tfkv.layers.codecs.float4 import Float4Codec
 from tfkv.layers.codecs.floating import FloatCodec
 from tfkv.layers.codecs.int8 import Int8Codec
 from tfkv.layers.codecs.int8_symmetric import Int8SymmetricCodec
 from tfkv.layers.codecs.integer_blocks import IntegerBlocks
+from tfkv.layers.codecs.low_rank import LowRank
+from tfkv.layers.codecs.table import Table
 
 #: Exact tokens of codecs of few bits.
 _RECENT, _SINKS = 128, 4
@@ -38,13 +42,18 @@ CODECS: dict[str, CacheCodec] = {
         _few_bits("int4", IntegerBlocks(4)),
         *(_rotated(bits) for bits in (8, 6, 4)),
         *(_few_bits(name, Float4Codec(name)) for name in ("nvfp4", "mxfp4")),
+        BlockGTQ(),
+        LowRank(),
     )
 }
 
 __all__ = [
     "CODECS",
+    "BlockGTQ",
     "CacheCodec",
+    "CalibratedCodec",
     "Codec",
+    "CodecTables",
     "Coded",
     "Dots",
     "Float4Codec",
@@ -52,5 +61,7 @@ __all__ = [
     "Int8Codec",
     "Int8SymmetricCodec",
     "IntegerBlocks",
+    "LowRank",
     "PartSpec",
+    "Table",
 ]

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfkv.errors import ConfigError
 from tfkv.layers.codecs.codec import Codec, Coded, PartSpec
-from tfkv.layers.codecs.packing import pack, packed_size, unpack, unpack_parts
+from tfkv.layers.codecs.packing import codes_together, pack, packed_size, unpack, unpack_parts
 
 
 class BlockCodec(Codec):
@@ -25,7 +25,7 @@ class BlockCodec(Codec):
     they were.
 
     Args:
-        bits: Of a code: 4, 6 or 8.
+        bits: Of a code: 1 to 8.
         block: Channels that share a scale; a narrower head is one block.
         rotate: Whether to rotate.
 
@@ -62,7 +62,7 @@ class BlockCodec(Codec):
 
     def check(self, head_dim: int) -> None:
         width = min(self.block, head_dim)
-        least = {4: 2, 6: 4, 8: 1}[self.bits]
+        least = codes_together(self.bits)
         if head_dim % width or head_dim % least:
             raise ConfigError(
                 f"Codec of {self.bits} bits in blocks of {self.block} needs heads of a multiple "

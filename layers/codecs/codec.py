@@ -5,7 +5,8 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import tensorflow as tf
 
@@ -61,6 +62,10 @@ class Codec(abc.ABC):
     @abc.abstractmethod
     def spec(self, head_dim: int) -> dict[str, PartSpec]:
         """The parts of a code of one token and KV head, by name."""
+
+    def mixed_width(self, head_dim: int) -> int:
+        """Width of what `mix` gives, before `finish`."""
+        return head_dim
 
     @abc.abstractmethod
     def encode(self, x: tf.Tensor) -> Coded:
@@ -120,6 +125,7 @@ class CacheCodec:
         values: Codec of the values.
         recent: Newest tokens that a query reads exactly, itself included.
         sinks: First tokens that every query reads exactly.
+        tables: What a calibration has given it; see `CalibratedCodec`.
 
     Raises:
         ConfigError: A number is out of range.
@@ -128,11 +134,16 @@ class CacheCodec:
         Recent tokens in full precision: KIVI, https://arxiv.org/abs/2402.02750.
     """
 
+    #: What a cache string may say of it.
+    ARGUMENTS: ClassVar[tuple[str, ...]] = ("recent", "sinks")
+    needs_calibration: ClassVar[bool] = False
+
     name: str
     keys: Codec
     values: Codec
     recent: int = 0
     sinks: int = 0
+    tables: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         for name in ("recent", "sinks"):
@@ -153,6 +164,35 @@ class CacheCodec:
     def sides(self) -> dict[str, Codec]:
         """Both, by the name of the side."""
         return {"keys": self.keys, "values": self.values}
+
+    def bind(self, tables: Any, layer: int | None) -> Self:
+        """The codec with what a calibration says of one layer, or of all where that is None.
+
+        Args:
+            tables: See `CodecTables`.
+            layer: Which.
+        """
+        del tables, layer
+        return self
+
+    def with_tables(self, tables: Mapping[str, Any]) -> Self:
+        """The codec with other tables, where it has any."""
+        del tables
+        return self
+
+    def check_bound(self) -> None:
+        """Raises `ConfigError` where it needs tables of a calibration and has none."""
+
+    def of_layers(self, layer: tf.Tensor) -> Self:
+        """The codec of one layer, or of that of each row, ``layer [] or [A]``, where the tables
+        of all are stacked."""
+        del layer
+        return self
+
+    def of_heads(self, heads: slice) -> Self:
+        """The codec of some KV heads."""
+        del heads
+        return self
 
     def check(self, head_dim: int) -> None:
         """Raises `ConfigError` where heads of this width cannot be written."""
