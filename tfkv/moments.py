@@ -101,26 +101,29 @@ class Moments:
         return tuple(getattr(self, field.name)[pick] for field in dataclasses.fields(self))
 
     def to_dict(self) -> dict[str, Any]:
-        """Arrays as JSON can hold them: shape and float32 in base64."""
-        return {
-            field.name: {
-                "shape": list(getattr(self, field.name).shape),
-                "float32": base64.b64encode(
-                    getattr(self, field.name).astype("<f4").tobytes()
-                ).decode(),
-            }
-            for field in dataclasses.fields(self)
-        }
+        """Arrays as JSON can hold them: shape, and float32 in base64; of moments, which are
+        symmetric, what is on the diagonal and above."""
+        written = {}
+        for field in dataclasses.fields(self):
+            array = getattr(self, field.name)
+            numbers = array if array.ndim == 3 else array[(..., *_triangle(array.shape[-1]))]
+            data = base64.b64encode(numbers.astype("<f4").tobytes()).decode()
+            written[field.name] = {"shape": list(array.shape), "float32": data}
+        return written
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """Reads what `to_dict` wrote."""
-        return cls(
-            **{
-                name: np.frombuffer(base64.b64decode(one["float32"]), "<f4").reshape(one["shape"])
-                for name, one in data.items()
-            }
-        )
+        arrays = {}
+        for name, one in data.items():
+            array = np.zeros(one["shape"], np.float32)
+            upper = _triangle(array.shape[-1]) if array.ndim == 4 else ()
+            numbers = np.frombuffer(base64.b64decode(one["float32"]), "<f4")
+            array[(..., *upper)] = numbers.reshape(*array.shape[:2], -1)
+            if upper:
+                array[(..., *upper[::-1])] = array[(..., *upper)]
+            arrays[name] = array
+        return cls(**arrays)
 
 
 def measure(
@@ -213,6 +216,11 @@ def _roots(moment: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     sizes = np.sqrt(np.maximum(sizes, least))[..., np.newaxis, :]
     turned = np.swapaxes(vectors, -1, -2)
     return (vectors * sizes) @ turned, (vectors / sizes) @ turned
+
+
+def _triangle(size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows and columns on the diagonal and above."""
+    return np.triu_indices(size)
 
 
 def _outer(means: np.ndarray) -> np.ndarray:

@@ -17,30 +17,32 @@ from tfkv.export import Engine, LoadedArtifact, export
 from tfkv.export.engine_reader import EngineReader
 from tfkv.manifest import Manifest
 
-TEXT = np.array(tiny_model.text(150, seed=900), np.int32)
+TEXT = np.array(tiny_model.text(192, seed=900), np.int32)
 CACHES = {
     "low_rank(rank=6,bits=16,recent=0,sinks=0)": 2e-2,
     "low_rank(rank=4,bits=8,recent=64,sinks=2)": 1e-1,
     "block_gtq(bits=5,recent=64,sinks=2)": 3e-1,
     "sliding_window(window=70,sinks=3)+block_gtq(bits=4)": 3e-1,
     "streaming_llm(window=61,sinks=3)+low_rank(rank=6,bits=16,recent=0,sinks=0)": 2e-2,
+    "key_diff(budget=80,sinks=2,recent=16)+low_rank(rank=8,bits=16,recent=0,sinks=0)": 2e-2,
+    "key_diff(budget=80,sinks=2,recent=16)+block_gtq(bits=8,recent=64,sinks=2)": 1e-3,
 }
 
 
 def logits(reader: EngineReader | ModelReader) -> np.ndarray:
     reader.start()
-    pieces = [TEXT[first : first + 50] for first in range(0, 150, 50)]
-    return np.concatenate([reader.read(p, 50 * i) for i, p in enumerate(pieces)])
+    # As wide as the interval of a policy that evicts: then both evict between the same tokens.
+    return np.concatenate([reader.read(TEXT[first : first + 64], first) for first in (0, 64, 128)])
 
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_pages_read_as_the_layers_of_a_keras_model_do(cache: str):
     """Each layer and head by its own tables: with those of another, logits are far off."""
     calibration, weights = tiny_model.calibration(), tiny_model.make_weights()
-    config = EngineConfig(**{**PLAIN.to_dict(), "cache": cache, "capacity": 192, "slots": 1})
+    config = EngineConfig(**{**PLAIN.to_dict(), "cache": cache, "capacity": 256, "slots": 1})
     engine = Engine(tiny_model.CONFIG, weights, config, calibration=calibration)
     model = CausalLM.from_weights(
-        tiny_model.CONFIG, weights, cache=cache, calibration=calibration, capacity=192, slack=64
+        tiny_model.CONFIG, weights, cache=cache, calibration=calibration, capacity=256, slack=64
     )
     paged, expected = logits(EngineReader(engine)), logits(ModelReader(model))
     apart = np.abs(paged - expected)
