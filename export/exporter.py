@@ -177,7 +177,9 @@ def _manifest(model: ModelSource, engine: Engine, table: dict) -> Manifest:
     )
 
 
-def _fingerprint(model: ModelSource, config: EngineConfig, tables: Calibration | None) -> str:
+def _fingerprint(
+    model: ModelSource, config: EngineConfig, tables: Calibration | None = None
+) -> str:
     """Equal for equal weights, architecture and cache, tables of its codec included."""
     kept = f"{model.config.to_dict()}{config.cache}{config.head_budgets or ''}"
     digest = hashlib.sha256(kept.encode())
