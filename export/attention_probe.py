@@ -56,12 +56,12 @@ class AttentionProbe:
         entries = tf.where(own, position[:, tf.newaxis], entries)
         query, key = self._project(token, position, layer, table, tails)
         keys = self._keys(table, layer)
-        scores = self._scores(query, keys)
+        scores = self._scores(query, keys, layer)
         looking = query
         if decoder.geometry.cache.policy.furthest is not None:
             looking = decoder.look_at_sinks(query, position[:, tf.newaxis])
             sink = (entries < decoder.geometry.sinks)[:, tf.newaxis, tf.newaxis]
-            scores = tf.where(sink, self._scores(looking, keys), scores)
+            scores = tf.where(sink, self._scores(looking, keys, layer), scores)
         if decoder.tail.recent:
             scores = self._with_exact(scores, query, looking, position, entries, layer, tails)
         alone = _FRESH.scores(query, {"codes": key})
@@ -132,9 +132,9 @@ class AttentionProbe:
         near &= tail.holds(tails, position, entries) & (entries >= 0)
         return tf.where(near[:, tf.newaxis, tf.newaxis], tf.transpose(exact, [0, 2, 3, 1]), scores)
 
-    def _scores(self, query: tf.Tensor, keys: Coded) -> tf.Tensor:
-        """Scores of all entries by their codes, ``[B, K, G, S]``."""
-        codec = self._decoder.pool.codec
+    def _scores(self, query: tf.Tensor, keys: Coded, layer: tf.Tensor) -> tf.Tensor:
+        """Scores of all entries by their codes in each row's ``layer [B]``, ``[B, K, G, S]``."""
+        codec = self._decoder.pool.codec.of_layers(layer)
         return codec.scores(codec.prepare(query), keys, columns=True)
 
     def _keys(self, table: tf.Tensor, layer: tf.Tensor) -> Coded:

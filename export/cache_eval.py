@@ -285,7 +285,8 @@ def open_reader(
 ) -> EngineReader:
     """A reader through a cache with room for so many tokens, on pages of its own."""
     config = EngineConfig(cache=cache, slots=1, capacity=capacity, batch_sizes=(1,))
-    return EngineReader(Engine(model.config, model.weights, with_budgets(model, config, tables)))
+    config = with_budgets(model, config, tables)
+    return EngineReader(Engine(model.config, model.weights, config, calibration=tables))
 
 
 def _compare(

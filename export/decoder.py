@@ -134,10 +134,12 @@ class PackedDecoder:
             fresh = attention.merge(fresh, self._attend_exact(reading, layer, queries))
         if self._furthest is not None:
             fresh = attention.merge(fresh, self._attend_sinks(reading, layer, queries))
-        codec, size = self.pool.codec, self.geometry.page_size
+        codec, size = self.pool.codec.of_layers(layer), self.geometry.page_size
         prepared = codec.prepare(queries)
         # Rotated values are mixed as they are, and what came of them is rotated back once.
-        seen = attention.nothing(queries) if codec.rotate else fresh
+        seen = fresh
+        if codec.rotate:
+            seen = attention.nothing(queries, codec.values.mixed_width(self.config.head_dim))
 
         def of_several(so_far: Partial, pages: PageList) -> Partial:
             keys = pages.bases[:, tf.newaxis] + tf.range(size)
@@ -187,10 +189,10 @@ class PackedDecoder:
         """`seen`, and what a policy kept of the rows; the output unfinished."""
         parts, positions, scan, tails = reading
         kept, codec = self.kept, self.pool.codec
-        rows, heads, grouped, head_dim = shape_of(prepared)
+        rows, heads, grouped, asked_width = shape_of(prepared)
         step = self.scan_pages * heads
         units = kept.units_to_read(layer, tails.slot, scan.floor, step)
-        asked_of = tf.reshape(prepared, [rows * heads, 1, grouped, head_dim])
+        asked_of = tf.reshape(prepared, [rows * heads, 1, grouped, asked_width])
 
         def see(so_far: Partial, some: PageList) -> Partial:
             owned = tf.maximum(some.owners, 0)
@@ -207,7 +209,7 @@ class PackedDecoder:
         by_head = Partial(
             tf.reshape(seen.peak, lead),
             tf.reshape(seen.mass, lead),
-            tf.reshape(seen.output, [*lead, head_dim]),
+            tf.reshape(seen.output, [*lead, shape_of(seen.output)[-1]]),
         )
         by_head = self._over(units, by_head, see, step)
         return Partial(*(tf.reshape(x, shape_of(y)) for x, y in zip(by_head, seen, strict=True)))
@@ -250,7 +252,7 @@ class PackedDecoder:
         """Attention over the sinks on pages, looked at from elsewhere."""
         parts, positions, scan, tails = reading
         looking = self.look_at_sinks(queries, positions)
-        size = self.geometry.page_size
+        codec, size = self.pool.codec.of_layers(layer), self.geometry.page_size
         seen = attention.nothing(queries)
         for index, pages in enumerate(tf.unstack(scan.sinks, axis=1)):
             keys = index * size + tf.range(size)
@@ -258,7 +260,7 @@ class PackedDecoder:
             mask = self.geometry.mask(positions, keys) & ~self._asked_here(keys)
             mask &= self._coded(positions, keys, scan.start, tails)
             coded = self.pool.gather(parts, pages, layer)
-            part = attention.attend(looking, *coded, mask, self.pool.codec, columns=True)
+            part = attention.attend(looking, *coded, mask, codec, columns=True)
             seen = attention.merge(seen, part)
         return seen
 
@@ -405,6 +407,10 @@ class PackedDecoder:
         q, k, v = self._project(w, x, angles)
         q = attention.group_queries(q, self.config.num_key_value_heads)
         k, v = (tf.transpose(new, [0, 2, 1, 3]) for new in (k, v))
+        codec = self.pool.codec
+        if not codec.recent:  # else read exactly: tokens of one call are near to each other
+            codec = codec.of_layers(layer)
+            k, v = codec.keys.round_trip(k), codec.values.round_trip(v)
         seen = attention.concatenate_heads(attend(layer, q, k, v), heads)
         after = x + _linear(seen, w["attention_output"])
         return after + self._feed_forward(w, after), q, k, v
@@ -412,7 +418,7 @@ class PackedDecoder:
     def _project(
         self, w: dict[str, tf.Tensor], x: tf.Tensor, angles: tuple[tf.Tensor, tf.Tensor]
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Queries ``[A, T, N, H]``, keys and values ``[A, T, K, H]`` as they are stored."""
+        """Queries ``[A, T, N, H]``, keys and values ``[A, T, K, H]``, rotated."""
         c = self.config
         heads = [c.num_query_heads, c.num_key_value_heads, c.num_key_value_heads]
         normal = rms_normalize(x, w["attention_norm"], c.rms_epsilon)
@@ -420,12 +426,7 @@ class PackedDecoder:
         q, k, v = tf.split(
             tf.reshape(fused, [*shape_of(x)[:2], sum(heads), c.head_dim]), heads, axis=2
         )
-        codec = self.pool.codec
-        if codec.recent:
-            # Tokens of one call are near to each other: read exactly.
-            return rotate(q, *angles), rotate(k, *angles), v
-        k = codec.keys.round_trip(rotate(k, *angles))
-        return rotate(q, *angles), k, codec.values.round_trip(v)
+        return rotate(q, *angles), rotate(k, *angles), v
 
     def _feed_forward(self, w: dict[str, tf.Tensor], x: tf.Tensor) -> tf.Tensor:
         normal = rms_normalize(x, w["feedforward_norm"], self.config.rms_epsilon)

@@ -10,6 +10,7 @@ from tfkv.config import DecoderConfig, EngineConfig
 from tfkv.errors import ConfigError
 from tfkv.layers import masks
 from tfkv.layers.cache_spec import CacheSpec
+from tfkv.layers.codecs import CacheCodec
 from tfkv.layers.entry_layout import EntryLayout
 from tfkv.layers.policies import EvictingPolicy
 
@@ -89,6 +90,10 @@ class CacheGeometry:
                     f"computes at once. Received: cache={engine.cache!r}."
                 )
         return cls(cache, page, layout, positions)
+
+    def with_codec(self, codec: CacheCodec) -> CacheGeometry:
+        """The same layout for a codec that has got its tables."""
+        return dataclasses.replace(self, cache=dataclasses.replace(self.cache, codec=codec))
 
     @property
     def columns(self) -> int:
