@@ -17,6 +17,8 @@ from tfkv.evaluation import ModelReader, compare_logits
 from tfkv.tasks import Context
 
 _READ, _LATER, _PIECE = 2048, 512, 64
+#: Most tokens of a question with its answer.
+_ASKED = 128
 #: Texts that are compressed begin here; those of the calibration end before.
 _CALIBRATED = 40_000
 
@@ -137,20 +139,19 @@ def keep25(say: Say) -> Measured:
 
 @measures(_NEEDLES)
 def needles_kept(say: Say) -> Measured:
-    """Facts found after half of the text was evicted, of those that the full cache finds."""
+    """Facts found after half of the text was evicted, of those that the full cache finds; on
+    the pages of an engine."""
     from tfkv.tasks import TASKS, Hay
 
-    stacks, first = {}, _CALIBRATED
+    first, solved, notes = _CALIBRATED, 0, []
+    answered: collections.Counter[str] = collections.Counter()
     for length, count in ((1024, 14), (2048, 4), (4096, 1)):
         hay = Hay(texts.real_text()[first : first + length * count], texts.encode)
-        stacks[length] = TASKS["needle"].contexts(hay, length, count, depths=8, seed=length)
+        contexts = TASKS["needle"].contexts(hay, length, count, depths=8, seed=length)
         first += length * count
-    answered: collections.Counter[str] = collections.Counter()
-    solved, notes = 0, []
-    for length, some in stacks.items():
-        full = Compressed("dense", length)
-        say(f"{len(some)} texts of {length} tokens with the full cache")
-        right = [_found(stack, full) for stack in some]
+        say(f"{count} texts of {length} tokens with the full cache")
+        every = [[True] * len(context.questions) for context in contexts]
+        right = _answers("dense", length, contexts, every)
         solved += sum(map(sum, right))
         common = f"budget={length // 2},interval=128"
         caches = {
@@ -161,32 +162,22 @@ def needles_kept(say: Say) -> Measured:
         }
         for name, cache in caches.items():
             say(f"texts of {length} tokens with {name}")
-            model = Compressed(cache, length)
-            kept = _kept(some, right, model)
+            kept = sum(map(sum, _answers(cache, length, contexts, right)))
             answered[name] += kept
             notes.append(f"{name} at {length}: {kept} of {sum(map(sum, right))}")
     share = 100.0 * max(answered.values()) / solved
-    return {
-        _NEEDLES: Measurement(share, note=f"{solved} solved by the full cache; " + "; ".join(notes))
-    }
+    note = f"{solved} solved by the full cache; " + "; ".join(notes)
+    return {_NEEDLES: Measurement(share, note=note)}
 
 
-def _kept(contexts: list[Context], right: list[list[bool]], model: Compressed) -> int:
-    """Questions answered, of those that were answered with the full cache."""
-    total = 0
-    for context, solved in zip(contexts, right, strict=True):
-        answers = _found(context, model)
-        total += sum(was and now for was, now in zip(solved, answers, strict=True))
-    return total
+def _answers(
+    cache: str, length: int, contexts: Sequence[Context], wanted: Sequence[list[bool]]
+) -> list[list[bool]]:
+    """Which of the wanted questions are answered once a context was read and compressed."""
+    from tfkv.export.cache_eval import open_reader
+    from tfkv.tasks.asking import ask
 
-
-def _found(context: Context, model: Compressed) -> list[bool]:
-    """Which questions a model answers, each asked of the same compressed context."""
-    from tfkv.tasks.asking import answered
-
-    state = model.after(context.tokens)
-
-    def read(tokens: Sequence[int], position: int) -> np.ndarray:
-        return model.read(np.array(tokens, np.int32), position, state).argmax(axis=-1)
-
-    return [answered(question, len(context.tokens), read) for question in context.questions]
+    tables = calibration() if "caps" in cache else None
+    reader = open_reader(texts.model(), cache, length + _ASKED, tables)
+    both = zip(contexts, wanted, strict=True)
+    return [ask(reader, context, asks, aware=False).agnostic for context, asks in both]

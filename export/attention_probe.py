@@ -128,13 +128,14 @@ class AttentionProbe:
         """Scores of all entries, ``[B, K, G, S]``, where a row's layer is one of the pool's;
         anything elsewhere."""
         decoder, looking = self._decoder, query
-        keys = _keys(pool, table, layer)
-        scores = _coded_scores(pool.codec, query, keys)
+        keys, codec = _keys(pool, table, layer), pool.codec.of_layers(layer)
+        scores = codec.scores(codec.prepare(query), keys, columns=True)
         if decoder.geometry.cache.policy.furthest is not None:
             looking = decoder.look_at_sinks(query, position[:, tf.newaxis])
             sink = (entries < decoder.geometry.sinks)[:, tf.newaxis, tf.newaxis]
-            scores = tf.where(sink, _coded_scores(pool.codec, looking, keys), scores)
-        if not pool.codec.recent:
+            at_sinks = codec.scores(codec.prepare(looking), keys, columns=True)
+            scores = tf.where(sink, at_sinks, scores)
+        if not codec.recent:
             return scores
         return self._with_exact(pool.codec, scores, query, looking, position, entries, layer, tails)
 
@@ -160,11 +161,6 @@ class AttentionProbe:
         near = masks.exact(position[:, tf.newaxis], entries, codec.recent, codec.sinks)[:, 0]
         near &= tail.holds(codec, tails, position, entries) & (entries >= 0)
         return tf.where(near[:, tf.newaxis, tf.newaxis], tf.transpose(exact, [0, 2, 3, 1]), scores)
-
-
-def _coded_scores(codec: CacheCodec, query: tf.Tensor, keys: Coded) -> tf.Tensor:
-    """Scores of all entries by their codes, ``[B, K, G, S]``."""
-    return codec.scores(codec.prepare(query), keys, columns=True)
 
 
 def _keys(pool: PagePool, table: tf.Tensor, layer: tf.Tensor) -> Coded:

@@ -269,7 +269,7 @@ class CacheBench:
 
     def _read_through(self, cache: str) -> EngineReader:
         spec, exceptions = self._mixed.get(cache, (cache, ()))
-        return _reader(self._model, str(spec), self._plan.longest, self._tables, exceptions)
+        return open_reader(self._model, str(spec), self._plan.longest, self._tables, exceptions)
 
 
 def against_full(
@@ -289,22 +289,23 @@ def against_full(
         session of one passage stores, for each of its tokens.
     """
     tables, longest = checked(model, calibration), max(len(read[0]), 128)
-    full = _reader(model, _FULL, longest, tables)
-    return lambda cache: _compare(full, _reader(model, cache, longest, tables), read)
+    full = open_reader(model, _FULL, longest, tables)
+    return lambda cache: _compare(full, open_reader(model, cache, longest, tables), read)
 
 
-def _reader(
+def open_reader(
     model: ModelSource,
     cache: str,
     capacity: int,
     tables: Calibration | None,
     exceptions: tuple[str, ...] = (),
 ) -> EngineReader:
-    """Reads through a cache with room for so many tokens."""
+    """A reader through a cache with room for so many tokens, on pages of its own."""
     config = EngineConfig(
         cache=cache, slots=1, capacity=capacity, batch_sizes=(1,), layer_caches=exceptions
     )
-    return EngineReader(Engine(model.config, model.weights, with_budgets(model, config, tables)))
+    config = with_budgets(model, config, tables)
+    return EngineReader(Engine(model.config, model.weights, config, calibration=tables))
 
 
 def _compare(

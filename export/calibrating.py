@@ -21,10 +21,11 @@ def calibrate_model(
     passages: int = 4,
     progress: Progress = lambda *_: None,
 ) -> Calibration:
-    """Reads text through a model and writes which of its heads look far.
+    """Reads text through a model and writes which of its heads look far, and the moments of its
+    queries, keys and values.
 
     Policies that share their budget out between heads need it: ``caps`` of their cache strings
-    names one of its tables.
+    names one of its tables. So do the codecs ``block_gtq`` and ``low_rank``.
 
     Args:
         source: As of `tfkv.export.export`; it needs a tokenizer.

@@ -135,14 +135,16 @@ class PackedDecoder:
         """Attention of grouped ``queries [B, K, Q, H]`` over pages, over what is kept exactly of
         the same rows, and over the tokens that `fresh` has seen already."""
         parts, positions, scan, tails = reading
-        codec, size = layer.pool.codec, self.geometry.page_size
+        codec, size = layer.codec, self.geometry.page_size
         if codec.recent:
             fresh = attention.merge(fresh, self._attend_exact(reading, layer, queries))
         if self._furthest is not None:
             fresh = attention.merge(fresh, self._attend_sinks(reading, layer, queries))
         prepared = codec.prepare(queries)
         # Rotated values are mixed as they are, and what came of them is rotated back once.
-        seen = attention.nothing(queries) if codec.rotate else fresh
+        seen = fresh
+        if codec.rotate:
+            seen = attention.nothing(queries, codec.values.mixed_width(self.config.head_dim))
 
         def of_several(so_far: Partial, pages: PageList) -> Partial:
             keys = pages.bases[:, tf.newaxis] + tf.range(size)
@@ -192,10 +194,10 @@ class PackedDecoder:
         """`seen`, and what a policy kept of the rows; the output unfinished."""
         parts, positions, scan, tails = reading
         kept, codec = self.kept, layer.pool.codec
-        rows, heads, grouped, head_dim = shape_of(prepared)
+        rows, heads, grouped, asked_width = shape_of(prepared)
         step = self.scan_pages * heads
         units = kept.units_to_read(layer.number, tails.slot, scan.floor, step)
-        asked_of = tf.reshape(prepared, [rows * heads, 1, grouped, head_dim])
+        asked_of = tf.reshape(prepared, [rows * heads, 1, grouped, asked_width])
 
         def see(so_far: Partial, some: PageList) -> Partial:
             owned = tf.maximum(some.owners, 0)
@@ -212,7 +214,7 @@ class PackedDecoder:
         by_head = Partial(
             tf.reshape(seen.peak, lead),
             tf.reshape(seen.mass, lead),
-            tf.reshape(seen.output, [*lead, head_dim]),
+            tf.reshape(seen.output, [*lead, shape_of(seen.output)[-1]]),
         )
         by_head = self._over(units, by_head, see, step)
         return Partial(*(tf.reshape(x, shape_of(y)) for x, y in zip(by_head, seen, strict=True)))
@@ -256,7 +258,7 @@ class PackedDecoder:
         """Attention over the sinks on pages, looked at from elsewhere."""
         parts, positions, scan, tails = reading
         looking = self.look_at_sinks(queries, positions)
-        codec, size = layer.pool.codec, self.geometry.page_size
+        codec, size = layer.codec, self.geometry.page_size
         seen = attention.nothing(queries)
         for index, pages in enumerate(tf.unstack(scan.sinks, axis=1)):
             keys = index * size + tf.range(size)
@@ -417,8 +419,8 @@ class PackedDecoder:
         q, k, v = self._project(w, x, angles)
         q = attention.group_queries(q, self.config.num_key_value_heads)
         k, v = (tf.transpose(new, [0, 2, 1, 3]) for new in (k, v))
-        codec = layer.pool.codec
-        if not codec.recent:  # else read exactly: tokens of one call are near to each other
+        if not layer.pool.codec.recent:  # else read exactly: tokens of one call are near
+            codec = layer.codec
             k, v = codec.keys.round_trip(k), codec.values.round_trip(v)
         seen = attention.concatenate_heads(attend(layer, q, k, v), heads)
         after = x + _linear(seen, w["attention_output"])

@@ -25,6 +25,7 @@ from tfkv.export.rows import Admission, Answer, Request
 from tfkv.export.session_table import Names, SessionTable, check_request, first_of_session
 from tfkv.export.stats import Stats
 from tfkv.export.transient import TransientVariable
+from tfkv.layers.codecs import CacheCodec, CodecTables
 from tfkv.manifest import MAX_STOP_TOKENS
 
 #: Tokens of a row prefilled at once: a product with the weights costs the same for fewer.
@@ -39,9 +40,11 @@ class Engine(tf.Module):
         weights: Canonical weights, see `tfkv.export.importers`.
         engine: What to compile for.
         fingerprint: Of weights and configuration; `restore` takes no other's pages.
+        calibration: Of the same weights, for a codec that needs one.
 
     Raises:
-        ConfigError: Model and engine do not fit together.
+        ConfigError: Model and engine do not fit together, or the codec needs a calibration that
+            was not given.
     """
 
     def __init__(
@@ -50,12 +53,16 @@ class Engine(tf.Module):
         weights: Mapping[str, np.ndarray],
         engine: EngineConfig,
         fingerprint: str = "",
+        calibration: CodecTables | None = None,
     ) -> None:
         super().__init__(name="tfkv")
         self.fingerprint = fingerprint
         self.config = config
         self.engine = engine
-        self.geometry = CacheGeometry.of(config, engine, PREFILL_PIECE)
+        geometry = CacheGeometry.of(config, engine, PREFILL_PIECE)
+        codec = _with_tables(geometry.cache.codec, calibration)
+        self._codec_tables = codec.tables  # as attributes they are saved
+        self.geometry = geometry.with_codec(codec)
         self.weights = PackedWeights(config, weights)
         pages = pool_pages(config, engine)
         self.pools = LayerPools(config, self.geometry.codecs, pages, engine.page_size)
@@ -455,3 +462,16 @@ def pool_pages(config: DecoderConfig, engine: EngineConfig) -> int:
             f"{(geometry.columns + 1) * page} bytes. Received: pool_bytes={engine.pool_bytes}."
         )
     return pages
+
+
+def _with_tables(codec: CacheCodec, calibration: CodecTables | None) -> CacheCodec:
+    """The codec with its tables of all layers, where it has some, as variables: as constants each
+    loop that reads them would hold a copy."""
+    if codec.needs_calibration and calibration is not None:
+        codec = codec.bind(calibration, None)
+    codec.check_bound()
+    variables = {
+        name: tf.Variable(tf.convert_to_tensor(table), trainable=False, name=f"codec_{name}")
+        for name, table in codec.tables.items()
+    }
+    return codec.with_tables(variables)

@@ -56,7 +56,8 @@ def export(
         out_dir: Model directory; the artifact becomes ``out_dir/<next number>``.
         engine: What to compile for; the default engine where left out.
         cache: Cache string, in place of the engine's.
-        calibration: Of the same weights, or its file, for a policy that shares its budget out.
+        calibration: Of the same weights, or its file, for a policy that shares its budget out or
+            a codec that needs one.
         progress: Called as the export goes on.
 
     Returns:
@@ -77,14 +78,15 @@ def export(
     report("import", 1, 1)
     spec, exceptions = normal_form(spec, model.config.num_layers, config.layer_caches)
     config = dataclasses.replace(config, cache=str(spec), layer_caches=exceptions)
-    config = with_budgets(model, config, checked(model, calibration))
+    tables = checked(model, calibration)
+    config = with_budgets(model, config, tables)
     root = pathlib.Path(out_dir)
     root.mkdir(parents=True, exist_ok=True)
     stage = pathlib.Path(tempfile.mkdtemp(prefix=".writing-", dir=root))
     try:
         stage.chmod(0o755)  # mkdtemp keeps others out; a server is another user
-        _write(model, config, stage, report)
-        verify(model, stage, report)
+        _write(model, config, tables, stage, report)
+        verify(model, stage, report, tables)
         return _publish(stage, root)
     finally:
         shutil.rmtree(stage, ignore_errors=True)
@@ -128,10 +130,17 @@ def with_budgets(
     return engine if even else dataclasses.replace(engine, head_budgets=budgets)
 
 
-def _write(model: ModelSource, config: EngineConfig, stage: pathlib.Path, report: Progress) -> None:
+def _write(
+    model: ModelSource,
+    config: EngineConfig,
+    tables: Calibration | None,
+    stage: pathlib.Path,
+    report: Progress,
+) -> None:
     steps = 4
     report("export", 0, steps)
-    engine = Engine(model.config, model.weights, config, _fingerprint(model, config))
+    fingerprint = _fingerprint(model, config, tables)
+    engine = Engine(model.config, model.weights, config, fingerprint, tables)
     table = signature_table(config, model.stop_tokens[:MAX_STOP_TOKENS], engine.pools.page_bytes)
     report("export", 1, steps)
     engine.served = build_signatures(engine, table)
@@ -170,11 +179,17 @@ def _manifest(model: ModelSource, engine: Engine, table: dict) -> Manifest:
     )
 
 
-def _fingerprint(model: ModelSource, config: EngineConfig) -> str:
-    """Equal for equal weights, architecture and cache."""
+def _fingerprint(
+    model: ModelSource, config: EngineConfig, tables: Calibration | None = None
+) -> str:
+    """Equal for equal weights, architecture and cache, tables of its codec included."""
     beyond = f"{config.head_budgets or ''}{config.layer_caches or ''}"
     kept = f"{model.config.to_dict()}{config.cache}{beyond}"
     digest = hashlib.sha256(kept.encode())
+    codec = CacheSpec.parse(config.cache).codec
+    if codec.needs_calibration and tables is not None:
+        for name, table in sorted(codec.bind(tables, None).tables.items()):
+            digest.update(name.encode() + table.data)
     for name in sorted(model.weights):
         digest.update(name.encode())
         digest.update(model.weights[name].data)

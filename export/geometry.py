@@ -105,6 +105,12 @@ class CacheGeometry:
             for side in ("keys", "values")
         }
 
+    def with_codec(self, codec: CacheCodec) -> CacheGeometry:
+        """The same layout for a codec of `cache` that has got its tables."""
+        codecs = (codec if one == self.cache.codec else one for one in self.codecs)
+        cache = dataclasses.replace(self.cache, codec=codec)
+        return dataclasses.replace(self, cache=cache, codecs=tuple(codecs))
+
     @property
     def columns(self) -> int:
         """Pages of a session."""
@@ -197,7 +203,7 @@ def _of_layers(
 
     Raises:
         ConfigError: Layers differ in more than their codec, or differ at all where tokens are
-            evicted by score.
+            evicted by score or a codec needs a calibration.
     """
     cache, exceptions = normal_form(engine.cache, model.num_layers, engine.layer_caches)
     specs = with_exceptions(cache, model.num_layers, exceptions)
@@ -213,6 +219,13 @@ def _of_layers(
             f"{cache.policy.name!r} moves what it keeps from pages to a store of one codec, so "
             "that no layer of an artifact may have another. A Keras model takes it: "
             f"CausalLM(cache=layer_caches(...)). Received: {asked!r}."
+        )
+    calibrated = [spec.codec.name for spec in specs if spec.codec.needs_calibration]
+    if exceptions and calibrated:
+        raise ConfigError(
+            f"{calibrated[0]!r} has tables of all layers in an artifact, so that no layer may have "
+            "another codec. A Keras model takes it: CausalLM(cache=layer_caches(...)). Received: "
+            f"{asked!r}."
         )
     # Equal ones are one object.
     codecs = {str(spec): spec.codec for spec in [*specs, cache]}

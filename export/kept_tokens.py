@@ -15,7 +15,7 @@ from tfkv.export.page_pool import Parts, rows_of_tokens, scatter_rows
 from tfkv.export.page_scan import PageList
 from tfkv.export.transient import TransientVariable
 from tfkv.layers.cache_spec import CacheSpec
-from tfkv.layers.per_layer import layer_caches
+from tfkv.layers.per_layer import CalibrationTables, layer_caches
 from tfkv.layers.policies import EvictingPolicy, Seen
 from tfkv.layers.policies.evicting_policy import ABSENT
 from tfkv.layers.shapes import shape_of
@@ -318,7 +318,7 @@ class KeptTokens:
     ) -> tf.Tensor:
         """Entries of each head that survive, ascending, int32 ``[K, most · C]``; S where there
         are fewer."""
-        config, codec = self.config, self.geometry.cache.codec
+        config, codec = self.config, self.geometry.cache.codec.of_layers(layer)
         heads, group = config.num_key_value_heads, config.query_group_size
         queries = tf.zeros([1, heads, group, 0, config.head_dim])
         asked = tf.zeros([1, 0], tf.int32)
@@ -418,15 +418,19 @@ def caches_of(
     config: DecoderConfig,
     cache: CacheSpec,
     head_budgets: tuple[tuple[int, ...], ...],
+    calibration: CalibrationTables | None = None,
     exceptions: tuple[str, ...] = (),
 ) -> list[CacheSpec]:
     """The cache of each layer of a Keras model that keeps what an engine keeps."""
-    policy = cache.policy
+    policy, heads = cache.policy, config.num_key_value_heads
     if not (isinstance(policy, EvictingPolicy) and head_budgets):
-        return layer_caches(cache, config.num_layers, config.num_key_value_heads, exceptions)
+        return layer_caches(cache, config.num_layers, heads, exceptions, calibration)
+    even = dataclasses.replace(cache, policy=dataclasses.replace(policy, caps=""))
     return [
-        dataclasses.replace(cache, policy=dataclasses.replace(policy, budgets=budgets, caps=""))
-        for budgets in head_budgets
+        dataclasses.replace(one, policy=dataclasses.replace(policy, budgets=budgets, caps=""))
+        for one, budgets in zip(
+            layer_caches(even, config.num_layers, heads, (), calibration), head_budgets, strict=True
+        )
     ]
 
 

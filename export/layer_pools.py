@@ -25,6 +25,11 @@ class Layer(NamedTuple):
     row: tf.Tensor
     pool: PagePool
 
+    @property
+    def codec(self) -> CacheCodec:
+        """Of this layer: with its own tables, where a calibration gives it some."""
+        return self.pool.codec.of_layers(self.number)
+
 
 class Run(NamedTuple):
     """Neighbouring layers that share a codec; as many as there are.

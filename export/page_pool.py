@@ -209,13 +209,21 @@ class PagePool:
         of_keys, of_values = self.sides
 
         def side(name: str, codec: Codec, x: tf.Tensor, scatter: _Scatter) -> dict[str, tf.Tensor]:
-            coded = codec.encode(self.own(x))
+            coded = self._encode(codec, self.own(x))
             return {n: scatter(part, rows, offsets, coded[n]) for n, part in parts[name].items()}
 
         written = {of_values: side(of_values, self.codec.values, values, scatter_rows)}
         if self.codec.keys.tokens == 1:
             written[of_keys] = side(of_keys, self.codec.keys, keys, scatter_columns)
         return {**parts, **written}
+
+    def _encode(self, codec: Codec, x: tf.Tensor) -> Coded:
+        """Codes of ``x [L, M, K, H]``, parts ``[L, M, K, ...]``."""
+        if not self.codec.needs_calibration:
+            return codec.encode(x)
+        # Tables of each head want heads before tokens.
+        coded = codec.encode(tf.transpose(x, [0, 2, 1, 3]))
+        return {name: tf.transpose(part, [0, 2, 1, 3]) for name, part in coded.items()}
 
 
 def rows_of_tokens(

@@ -205,18 +205,22 @@ class PageTable:
     def allocate(self, pages: Pages, found: Found, plan: Plan, admission: Admission) -> Grant:
         """Gives each row the pages that its plan writes to, or refuses it as FULL.
 
-        A page is written only by its one owner, and never once it is indexed: a shared page
-        is replaced by a copy first.
+        A page is written only by its one owner, and never while it is indexed: a shared page
+        is replaced by a copy first. So is one that is only kept for others to find, as long as
+        there are pages; else it is written where it is, and nobody finds it again.
         """
         works = (plan.status == Status.OK) & (admission.first == tf.range(tf.size(plan.status)))
         old_rows = tf.gather(pages.table, tf.where(admission.fresh, self.slots, admission.slot))
         mapped = tf.where((found.rows != old_rows) & works[:, tf.newaxis], found.rows, 0)
         references = _add(pages.references, mapped, 1)
         touched = self._touched(plan) & works[:, tf.newaxis]
-        foreign = (tf.gather(references, found.rows) > 1) | tf.gather(pages.indexed, found.rows)
-        fresh = touched & ((found.rows == 0) | foreign)
-        need = tf.reduce_sum(tf.cast(fresh, tf.int32), axis=1)
+        shared = tf.gather(references, found.rows) > 1
+        indexed = tf.gather(pages.indexed, found.rows) & ~shared
+        fresh = touched & ((found.rows == 0) | shared | indexed)
         free = tf.reduce_sum(tf.cast(references == 0, tf.int32))
+        scarce = tf.reduce_sum(tf.cast(fresh, tf.int32)) > free
+        fresh &= ~(indexed & scarce)
+        need = tf.reduce_sum(tf.cast(fresh, tf.int32), axis=1)
         fits = _fits(need, free)
         refused = works & ~fits
         plan = plan.refuse(refused, Status.FULL, admission.retry_ms)
@@ -229,12 +233,15 @@ class PageTable:
         rows = tf.where(fresh, given, found.rows)
         taken = tf.where(fresh, given, 0)
         references = _add(_add(references, taken, 1), replaced, -1)
+        in_place = touched & indexed & ~fresh & fits[:, tf.newaxis]
+        taken = tf.where(in_place, found.rows, taken)
+        before = tf.where(in_place, found.rows, replaced)
         evicted = tf.reduce_sum(tf.cast(tf.gather(pages.indexed, taken), tf.int32))
         pages = pages._replace(
             references=references,
             generation=_add(pages.generation, taken, 1),
             indexed=_mark(pages.indexed, taken, False),
-            foreign=_mark(pages.foreign, taken, tf.gather(pages.foreign, replaced)),
+            foreign=_mark(pages.foreign, taken, tf.gather(pages.foreign, before)),
         )
         return Grant(pages, plan, rows, replaced, evicted)
 

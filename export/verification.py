@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.saved_model import loader_impl
 
+from tfkv.calibration import Calibration
 from tfkv.errors import ExportError, Status
 from tfkv.export.importers import ModelSource
 from tfkv.manifest import Manifest, SignatureSpec
@@ -79,7 +80,10 @@ def complete_inputs(spec: SignatureSpec, inputs: dict[str, object]) -> dict[str,
 
 
 def verify(
-    model: ModelSource, version_dir: pathlib.Path, report: Callable[[str, int, int], None]
+    model: ModelSource,
+    version_dir: pathlib.Path,
+    report: Callable[[str, int, int], None],
+    calibration: Calibration | None = None,
 ) -> None:
     """Compares a written artifact with the Keras model of the same weights.
 
@@ -87,6 +91,7 @@ def verify(
         model: What was exported.
         version_dir: What was written.
         report: Progress callback.
+        calibration: That it was exported with.
 
     Raises:
         ExportError: They differ; it says where first.
@@ -128,7 +133,7 @@ def verify(
         return _through_cache(reference, prompt, sampled)
 
     cache = CacheSpec.parse(engine.cache)
-    caches = caches_of(model.config, cache, engine.head_budgets, engine.layer_caches)
+    caches = caches_of(model.config, cache, engine.head_budgets, calibration, engine.layer_caches)
     expected = expect(caches)
     exact = [dataclasses.replace(one, codec=CODECS["float32"]) for one in caches]
     # A code that falls to the other side through rounding moves those of the layers behind it:

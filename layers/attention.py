@@ -207,10 +207,13 @@ def attend_shared(
     return merge(so_far, Partial(*map(by_row, whole)))
 
 
-def nothing(queries: tf.Tensor) -> Partial:
-    """What ``queries [A, K, Q, H]`` have seen before they saw a key."""
+def nothing(queries: tf.Tensor, width: int | None = None) -> Partial:
+    """What ``queries [A, K, Q, H]`` have seen before they saw a key; the output is of another
+    `width` than H where codes are mixed that have one."""
     mass = tf.zeros_like(queries[..., 0])
-    return Partial(mass + _FLOOR, mass, tf.zeros_like(queries))
+    if width is None:
+        return Partial(mass + _FLOOR, mass, tf.zeros_like(queries))
+    return Partial(mass + _FLOOR, mass, tf.zeros([*shape_of(mass), width], queries.dtype))
 
 
 def normalize(partial: Partial) -> tf.Tensor:

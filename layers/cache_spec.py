@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+from collections.abc import Mapping
 from typing import Any, Self
 
 from tfkv.errors import ConfigError
 from tfkv.layers.codecs import CODECS, CacheCodec
+from tfkv.layers.codecs.table import Table
 from tfkv.layers.policies import POLICIES, CachePolicy
 
 
@@ -43,14 +45,20 @@ class CacheSpec:
             )
 
     @classmethod
-    def parse(cls, text: str | CacheSpec) -> Self:
+    def parse(cls, text: str | CacheSpec | Mapping[str, Any]) -> Self:
         """Reads ``policy(argument=value)+codec(argument=value)``; either half may be left out.
+
+        A mapping of `to_config` brings the tables of a calibrated codec with it.
 
         Raises:
             ConfigError: The text is malformed, or a name is unknown; it suggests one.
         """
         if isinstance(text, cls):
             return text
+        if isinstance(text, Mapping):
+            spec = cls.parse(text["cache"])
+            tables = {name: Table.from_config(one) for name, one in text["tables"].items()}
+            return dataclasses.replace(spec, codec=spec.codec.with_tables(tables))
         halves = _halves(str(text))
         (name, arguments), (codec, codec_arguments) = halves[0], halves[-1]
         if len(halves) == 1:
@@ -63,8 +71,8 @@ class CacheSpec:
         fields = [field.name for field in dataclasses.fields(policy_type)]
         policy = policy_type(**_known(arguments, name, fields))
         plain = _lookup(CODECS, codec, "codec")
-        changed = _known(codec_arguments, plain.name, list(plain.arguments()))
-        return cls(policy, plain.changed(changed))
+        changed = _known(codec_arguments, plain.name, list(plain.ARGUMENTS))
+        return cls(policy, dataclasses.replace(plain, **changed))
 
     def changed(self, text: str) -> Self:
         """This cache with the policy, the codec, or both, that a cache string names.
@@ -79,10 +87,20 @@ class CacheSpec:
         return dataclasses.replace(self, **{side: getattr(other, side)})
 
     def __str__(self) -> str:
-        usual = CODECS[self.codec.name].arguments()
-        given = [f"{name}={x}" for name, x in self.codec.arguments().items() if x != usual[name]]
+        usual = CODECS[self.codec.name]
+        given = [
+            f"{name}={getattr(self.codec, name)!r}".replace(" ", "")
+            for name in self.codec.ARGUMENTS
+            if getattr(self.codec, name) != getattr(usual, name)
+        ]
         arguments = f"({','.join(given)})" if given else ""
         return f"{self.policy}+{self.codec.name}{arguments}"
+
+    def to_config(self) -> str | dict[str, Any]:
+        """What `parse` reads, for the configuration of a Keras layer: the string, and the tables
+        of a calibrated codec where it has some."""
+        tables = {name: table.to_config() for name, table in self.codec.tables.items()}
+        return {"cache": str(self), "tables": tables} if tables else str(self)
 
     def bytes_per_token(self, num_layers: int, num_key_value_heads: int, head_dim: int) -> int:
         """Bytes that one stored token takes in all layers, keys and values; exact."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import keras
@@ -75,7 +76,8 @@ class CachedMultiHeadAttention(keras.layers.Layer):
             left out.
         rope_max_wavelength: RoPE base ("theta"); None = no rotation.
         cache: What the cache keeps and how it is written: ``"dense"``,
-            ``"sliding_window(window=512,sinks=4)+int8"``, or a `CacheSpec`.
+            ``"sliding_window(window=512,sinks=4)+int8"``, a `CacheSpec`, or what its `to_config`
+            gives.
         capacity: Most tokens of a session, where the policy does not bound them.
         slack: Tokens that a window keeps beyond what it shows, so that as many can be
             taken back.
@@ -122,7 +124,7 @@ class CachedMultiHeadAttention(keras.layers.Layer):
         key_dim: int,
         num_key_value_heads: int | None = None,
         rope_max_wavelength: float | None = None,
-        cache: CacheSpec | str = "dense",
+        cache: CacheSpec | str | Mapping[str, Any] = "dense",
         capacity: int = 2048,
         slack: int = 0,
         use_bias: bool = False,
@@ -286,9 +288,30 @@ class CachedMultiHeadAttention(keras.layers.Layer):
         also: tf.Tensor | bool = True,
     ) -> tuple[tf.Tensor, State]:
         """One chunk, for which there is room; written in rows ``also [B]`` alone."""
+        mixed, state = self.mixed(x, positions, state, also)
+        return self.attention_output(tf.cast(mixed, self.compute_dtype)), state or {}
+
+    def mixed(
+        self,
+        x: tf.Tensor,
+        positions: tf.Tensor,
+        state: State | None,
+        also: tf.Tensor | bool = True,
+    ) -> tuple[tf.Tensor, State | None]:
+        """What the heads of one chunk saw, before the output projection, and the state after it.
+
+        Args:
+            x: ``[B, T, D]``.
+            positions: int32 ``[B, T]``; −1 = padding.
+            state: As of `call`; there must be room for the chunk.
+            also: bool ``[B]``, rows that are written.
+
+        Returns:
+            float32 ``[B, T, N, H]``, and the state.
+        """
         # A weight of 0 does not silence what is not finite.
         x = tf.where((positions >= 0)[..., tf.newaxis], x, tf.zeros_like(x))
-        queries, keys, values = self._project_in(x, positions)
+        queries, keys, values = self.project_in(x, positions)
         codec = self.cache.codec if state else _FLOAT32
         coded = _encoded(codec.keys, keys), _encoded(codec.values, values)
         chunk = _Chunk(queries, positions, (keys, values), coded)
@@ -310,11 +333,11 @@ class CachedMultiHeadAttention(keras.layers.Layer):
                 written = (state["dropped"] == before)[:, tf.newaxis]
                 asked = Asked(queries, tf.where(written, positions, -1))
                 state = self._evicting.observe(state, asked)
-        return self.attention_output(tf.cast(mixed, self.compute_dtype)), state or {}
+        return mixed, state
 
     def _attend_stored(self, chunk: _Chunk, store: DenseStore, state: State) -> attention.Partial:
         """Attention of a chunk over what is stored, and over itself."""
-        codec, positions = self.cache.codec, chunk.positions
+        codec, positions = store.cache.codec, chunk.positions
         if codec.recent:
             return self._attend_mixed(chunk, store, state)
         part = self._attend(chunk.queries, positions, *chunk.coded, positions, codec)
@@ -325,7 +348,7 @@ class CachedMultiHeadAttention(keras.layers.Layer):
         """Attention where the codec keeps the newest tokens exactly: each token is read from
         one of the two, by its distance from the query."""
         queries, positions, exact, coded = chunk
-        codec, before = self.cache.codec, first_position(positions)
+        codec, before = store.cache.codec, first_position(positions)
         main, kept = store.view(state, before), store.exact_view(state, before)
         there = store.kept_exactly(state, main.positions)
         asked = _asking(positions, main.positions)
@@ -355,10 +378,11 @@ class CachedMultiHeadAttention(keras.layers.Layer):
             return consecutive_positions(given, state["filled"] if state else 0)
         return tf.where(given, tf.cast(positions, tf.int32), -1)
 
-    def _project_in(
+    def project_in(
         self, x: tf.Tensor, positions: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Grouped queries ``[B, K, Q, H]``, keys and values ``[B, K, T, H]``, in float32."""
+        """Grouped queries ``[B, K, Q, H]``, keys and values ``[B, K, T, H]``, in float32, of
+        ``x [B, T, D]`` at ``positions [B, T]``: as they meet, rotated."""
         queries, keys, values = (
             tf.cast(projection(x), tf.float32) for projection in (self.query, self.key, self.value)
         )
@@ -401,7 +425,7 @@ class CachedMultiHeadAttention(keras.layers.Layer):
             "key_dim": self.key_dim,
             "num_key_value_heads": self.num_key_value_heads,
             "rope_max_wavelength": self.rope_max_wavelength,
-            "cache": str(self.cache),
+            "cache": self.cache.to_config(),
             "capacity": self.capacity,
             "slack": self.slack,
             "use_bias": self.use_bias,

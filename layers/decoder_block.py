@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -51,7 +52,7 @@ class DecoderBlock(keras.layers.Layer):
         intermediate_dim: int,
         rope_max_wavelength: float | None = 10000.0,
         rms_epsilon: float = 1e-5,
-        cache: CacheSpec | str = "dense",
+        cache: CacheSpec | str | Mapping[str, Any] = "dense",
         capacity: int = 2048,
         slack: int = 0,
         **kwargs: Any,
@@ -130,7 +131,7 @@ class DecoderBlock(keras.layers.Layer):
             "intermediate_dim": self.intermediate_dim,
             "rope_max_wavelength": attention.rope_max_wavelength,
             "rms_epsilon": self.attention_norm.epsilon,
-            "cache": str(attention.cache),
+            "cache": attention.cache.to_config(),
             "capacity": attention.capacity,
             "slack": attention.slack,
         }

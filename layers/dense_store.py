@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -81,7 +82,7 @@ class DenseStore(CacheStore):
 
     def __init__(
         self,
-        cache: CacheSpec | str,
+        cache: CacheSpec | str | Mapping[str, Any],
         num_key_value_heads: int,
         head_dim: int,
         capacity: int,
@@ -96,6 +97,7 @@ class DenseStore(CacheStore):
                 )
         self.cache = CacheSpec.parse(cache)
         self.cache.codec.check(head_dim)
+        self.cache.codec.check_bound()
         self.num_key_value_heads = num_key_value_heads
         self.head_dim = head_dim
         policy, codec = self.cache.policy, self.cache.codec

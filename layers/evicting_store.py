@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -75,7 +76,7 @@ class EvictingStore(DenseStore):
 
     def __init__(
         self,
-        cache: CacheSpec | str,
+        cache: CacheSpec | str | Mapping[str, Any],
         num_key_value_heads: int,
         head_dim: int,
         capacity: int,

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Protocol
 
 from tfkv.errors import ConfigError
 from tfkv.layers.cache_spec import CacheSpec
+from tfkv.layers.codecs.calibrated_codec import CodecTables
 from tfkv.layers.policies.cache_policy import BudgetTables
+
+
+class CalibrationTables(BudgetTables, CodecTables, Protocol):
+    """What a calibration tells policies and codecs; `tfkv.calibration.Calibration` is one."""
 
 
 def layer_caches(
@@ -15,7 +21,7 @@ def layer_caches(
     layers: int,
     heads: int,
     exceptions: Sequence[str] = (),
-    tables: BudgetTables | None = None,
+    tables: CalibrationTables | None = None,
 ) -> list[CacheSpec]:
     """What each layer keeps.
 
@@ -25,7 +31,8 @@ def layer_caches(
         heads: KV heads (axis K).
         exceptions: ``"0-1=int8"``: layers 0 and 1; ``"3,5-7=sliding_window(window=512)"``. One
             that names a policy alone keeps the codec, and the other way round. Later ones win.
-        tables: A calibration, for policies whose `caps` name a table of it.
+        tables: A calibration, for policies whose `caps` name a table of it, and for codecs that
+            need one.
 
     Raises:
         ConfigError: An exception cannot be read or names a layer that is not there, or a
@@ -87,7 +94,7 @@ def _spans(numbers: Sequence[int]) -> str:
 
 
 def _at_layer(
-    spec: CacheSpec, layer: int, layers: int, heads: int, tables: BudgetTables | None
+    spec: CacheSpec, layer: int, layers: int, heads: int, tables: CalibrationTables | None
 ) -> CacheSpec:
     policy = spec.policy.at_layer(layer, layers, heads, tables)
     if getattr(policy, "caps", ""):
@@ -95,7 +102,10 @@ def _at_layer(
             f"{policy.name!r} shares its budget out by table {policy.caps!r} of a calibration. "  # type: ignore[attr-defined]
             "Make one with `tfkv calibrate` and pass it, or give caps='' for equal budgets."
         )
-    return dataclasses.replace(spec, policy=policy)
+    codec = spec.codec
+    if codec.needs_calibration and tables is not None:
+        codec = codec.bind(tables, layer)
+    return dataclasses.replace(spec, policy=policy, codec=codec)
 
 
 def _layers(numbers: str, count: int, text: str) -> list[int]:

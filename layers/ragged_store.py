@@ -48,7 +48,11 @@ class RaggedStore(CacheStore):
             )
         self.heads = [
             EvictingStore(
-                dataclasses.replace(cache, policy=policy.of_head(head)),
+                dataclasses.replace(
+                    cache,
+                    policy=policy.of_head(head),
+                    codec=cache.codec.of_heads(slice(head, head + 1)),
+                ),
                 1,
                 head_dim,
                 capacity,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from tfkv.errors import ConfigError
 from tfkv.layers.cache_spec import CacheSpec
 from tfkv.layers.dense_store import DenseStore
@@ -13,7 +16,7 @@ Store = DenseStore | EvictingStore | RaggedStore
 
 
 def make_store(
-    cache: CacheSpec | str,
+    cache: CacheSpec | str | Mapping[str, Any],
     num_key_value_heads: int,
     head_dim: int,
     capacity: int,

@@ -1,4 +1,5 @@
-"""What one reading of a text tells about a model: which heads look far, and which do not."""
+"""What one reading of a text tells about a model: which heads look far, and which directions of
+keys and values matter."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import numpy as np
 
 from tfkv.config import DecoderConfig
 from tfkv.errors import ConfigError
+from tfkv.moments import Moments, measure
 
 __all__ = ["Calibration", "calibrate", "fingerprint_of"]
 
@@ -36,7 +38,8 @@ _TABLES = {
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """Tables that policies share budgets out by; of one model, and valid for no other.
+    """Tables that policies share budgets out by, and moments that codecs are made of; of one
+    model, and valid for no other.
 
     Attributes:
         fingerprint: Of architecture and weights.
@@ -44,12 +47,14 @@ class Calibration:
         passages: How many.
         tables: By name, then by share of entries kept (as text): how many of the kept entries
             were in each KV head of each layer, ``[L][K]``; the mean is 1.
+        moments: What codecs with tables are made of; None in files of before there were any.
     """
 
     fingerprint: str
     tokens: int
     passages: int
     tables: Mapping[str, Mapping[str, list[list[float]]]]
+    moments: Moments | None = None
 
     def shares(self, table: str, budget: int) -> list[list[float]]:
         """See `tfkv.layers.policies.cache_policy.BudgetTables`: of the ratio that is nearest to
@@ -77,6 +82,24 @@ class Calibration:
             found.flat[place] += 1
         return (found + guarded).tolist()
 
+    def low_rank(self, rank: int, layer: int | None) -> Mapping[str, np.ndarray]:
+        """See `tfkv.layers.codecs.calibrated_codec.CodecTables`."""
+        return self._moments().low_rank(rank, layer)
+
+    def block_gtq(
+        self, bits: float, segment: int, sensitivity: str, layer: int | None
+    ) -> tuple[tuple[int, ...], Mapping[str, np.ndarray]]:
+        """See `tfkv.layers.codecs.calibrated_codec.CodecTables`."""
+        return self._moments().block_gtq(bits, segment, sensitivity, layer)
+
+    def _moments(self) -> Moments:
+        if self.moments is None:
+            raise ConfigError(
+                "The calibration is of a version that took no moments of keys and values, which "
+                "this codec needs. Run `tfkv calibrate` anew."
+            )
+        return self.moments
+
     def check(self, fingerprint: str) -> None:
         """Raises `ConfigError` where it is not a calibration of this model."""
         if fingerprint != self.fingerprint:
@@ -87,7 +110,8 @@ class Calibration:
 
     def save(self, path: str | pathlib.Path) -> None:
         """Writes a JSON file."""
-        text = json.dumps(dataclasses.asdict(self), indent=1)
+        moments = {} if self.moments is None else {"moments": self.moments.to_dict()}
+        text = json.dumps({**vars(self), **moments}, indent=1)
         pathlib.Path(path).write_text(text + "\n", encoding="utf-8")
 
     @classmethod
@@ -98,8 +122,11 @@ class Calibration:
             ConfigError: It is not such a file.
         """
         try:
-            return cls(**json.loads(pathlib.Path(path).read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:
+            read = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+            if read.get("moments"):
+                read["moments"] = Moments.from_dict(read["moments"])
+            return cls(**read)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigError(f"{path} is not a file of `tfkv calibrate`: {error}.") from error
 
 
@@ -155,7 +182,8 @@ def calibrate(
         name: {ratio: np.round(total / len(passages), 4).tolist() for ratio, total in table.items()}
         for name, table in sums.items()
     }
-    return Calibration(fingerprint_of(config, weights), tokens, len(passages), tables)
+    moments = measure(config, weights, passages)
+    return Calibration(fingerprint_of(config, weights), tokens, len(passages), tables, moments)
 
 
 def _scorer(

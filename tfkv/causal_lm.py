@@ -14,13 +14,16 @@ from tfkv.config import DecoderConfig
 from tfkv.errors import ConfigError, ModelSourceError
 from tfkv.layers.cache_spec import CacheSpec
 from tfkv.layers.decoder_block import DecoderBlock
-from tfkv.layers.per_layer import layer_caches
+from tfkv.layers.per_layer import CalibrationTables, layer_caches
 from tfkv.layers.positions import consecutive_positions
 from tfkv.layers.rms_norm import RMSNorm
 from tfkv.layers.store import State
 
 if TYPE_CHECKING:
     from tfkv.generation import Generator
+
+#: A cache as `CacheSpec.parse` reads it.
+AnyCache = CacheSpec | str | Mapping[str, Any]
 
 #: Canonical name of a layer's weight to the path of the Keras weight inside its block.
 _BLOCK_WEIGHTS = {
@@ -51,6 +54,8 @@ class CausalLM(keras.Model):
         capacity: Most tokens of a session, where the policy does not bound them; the
             model's context length where left out.
         slack: Tokens that a window keeps so that as many can be taken back.
+        calibration: A `tfkv.calibration.Calibration` of these weights, for a cache that needs one.
+            Its fingerprint is for whoever has the weights to check.
 
     Call arguments:
         token_ids: int32 ``[B, T]``, −1 = padding, on either side.
@@ -74,9 +79,10 @@ class CausalLM(keras.Model):
     def __init__(
         self,
         config: DecoderConfig | Mapping[str, Any],
-        cache: CacheSpec | str | Sequence[CacheSpec | str] = "dense+float32",
+        cache: AnyCache | Sequence[AnyCache] = "dense+float32",
         capacity: int | None = None,
         slack: int = 0,
+        calibration: CalibrationTables | None = None,
         **kwargs: Any,
     ) -> None:
         # Keras would cast the float tensors of a state to the compute dtype.
@@ -84,7 +90,7 @@ class CausalLM(keras.Model):
         if not isinstance(config, DecoderConfig):
             config = DecoderConfig.from_dict(dict(config))
         self.config = config
-        self.caches = _of_layers(cache, config)
+        self.caches = _of_layers(cache, config, calibration)
         self.capacity = config.context_length if capacity is None else capacity
         self.slack = slack
         self.token_embedding = keras.layers.Embedding(
@@ -273,23 +279,26 @@ class CausalLM(keras.Model):
             weight.assign(weights[name])
 
     def get_config(self) -> dict[str, Any]:
-        caches = [str(cache) for cache in self.caches]
+        caches = [cache.to_config() for cache in self.caches]
         return {
             "name": self.name,
             "trainable": self.trainable,
             "dtype": keras.dtype_policies.serialize(self.dtype_policy),
             "config": self.config.to_dict(),
-            "cache": caches[0] if len(set(caches)) == 1 else caches,
+            "cache": caches[0] if all(cache == caches[0] for cache in caches) else caches,
             "capacity": self.capacity,
             "slack": self.slack,
         }
 
 
 def _of_layers(
-    cache: CacheSpec | str | Sequence[CacheSpec | str], config: DecoderConfig
+    cache: AnyCache | Sequence[AnyCache],
+    config: DecoderConfig,
+    calibration: CalibrationTables | None,
 ) -> list[CacheSpec]:
-    if isinstance(cache, (str, CacheSpec)):
-        return layer_caches(cache, config.num_layers, config.num_key_value_heads)
+    if isinstance(cache, (str, CacheSpec, Mapping)):
+        layers, heads = config.num_layers, config.num_key_value_heads
+        return layer_caches(CacheSpec.parse(cache), layers, heads, (), calibration)
     if len(cache) != config.num_layers:
         raise ConfigError(
             f"`cache` must be one cache, or one for each of {config.num_layers} layers. "

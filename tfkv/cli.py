@@ -551,7 +551,7 @@ def calibrate(
     tokens: Annotated[int, typer.Option(help="Tokens of a passage.")] = 2048,
     passages: Annotated[int, typer.Option(help="Passages, spread over the text.")] = 4,
 ) -> None:
-    """Reads text once and writes which heads look far, for policies with `caps`."""
+    """Reads text and writes which heads look far, for `caps`, and what codecs need of a model."""
     terminal.load_tensorflow()
     from tfkv.export import calibrate_model
 

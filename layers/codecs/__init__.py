@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tfkv.layers.codecs.block_gtq import BlockGTQ
+from tfkv.layers.codecs.calibrated_codec import CalibratedCodec, CodecTables
 from tfkv.layers.codecs.channel_groups import ChannelGroups
 from tfkv.layers.codecs.codec import CacheCodec, Codec, Coded, Dots, PartSpec
 from tfkv.layers.codecs.float4 import Float4Codec
@@ -10,6 +12,8 @@ from tfkv.layers.codecs.int8 import Int8Codec
 from tfkv.layers.codecs.int8_symmetric import Int8SymmetricCodec
 from tfkv.layers.codecs.integer_blocks import IntegerBlocks
 from tfkv.layers.codecs.kivi import Kivi
+from tfkv.layers.codecs.low_rank import LowRank
+from tfkv.layers.codecs.table import Table
 
 #: Exact tokens of codecs of few bits.
 _RECENT, _SINKS = 128, 4
@@ -38,17 +42,22 @@ CODECS: dict[str, CacheCodec] = {
         _same("int8", Int8Codec()),
         _same("int8_symmetric", Int8SymmetricCodec()),
         _few_bits("int4", IntegerBlocks(4)),
-        *(Kivi.of(bits, _RECENT, _SINKS) for bits in (4, 2)),
+        *(Kivi(f"kivi{bits}", recent=_RECENT, sinks=_SINKS) for bits in (4, 2)),
         *(_rotated(bits) for bits in (8, 6, 4)),
         *(_few_bits(name, Float4Codec(name)) for name in ("nvfp4", "mxfp4")),
+        BlockGTQ(),
+        LowRank(),
     )
 }
 
 __all__ = [
     "CODECS",
+    "BlockGTQ",
     "CacheCodec",
+    "CalibratedCodec",
     "ChannelGroups",
     "Codec",
+    "CodecTables",
     "Coded",
     "Dots",
     "Float4Codec",
@@ -57,5 +66,7 @@ __all__ = [
     "Int8SymmetricCodec",
     "IntegerBlocks",
     "Kivi",
+    "LowRank",
     "PartSpec",
+    "Table",
 ]

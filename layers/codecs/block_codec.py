@@ -25,7 +25,7 @@ class BlockCodec(Codec):
     they were.
 
     Args:
-        bits: Of a code: 2, 4, 6 or 8.
+        bits: Of a code: 1 to 8.
         block: Channels that share a scale; a narrower head is one block.
         rotate: Whether to rotate.
 

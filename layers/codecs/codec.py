@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import tensorflow as tf
 
@@ -69,6 +69,10 @@ class Codec(abc.ABC):
     def spec(self, head_dim: int) -> dict[str, PartSpec]:
         """The parts of a code of one token and KV head, by name."""
 
+    def mixed_width(self, head_dim: int) -> int:
+        """Width of what `mix` gives, before `finish`."""
+        return head_dim
+
     @abc.abstractmethod
     def encode(self, x: tf.Tensor) -> Coded:
         """Codes of ``x [..., H]``; each part is ``[..., *part shape]``."""
@@ -129,6 +133,7 @@ class CacheCodec:
         values: Codec of the values.
         recent: Newest tokens that a query reads exactly, itself included.
         sinks: First tokens that every query reads exactly.
+        tables: What a calibration has given it; see `CalibratedCodec`.
 
     Raises:
         ConfigError: A number is out of range.
@@ -137,11 +142,16 @@ class CacheCodec:
         Recent tokens in full precision: KIVI, https://arxiv.org/abs/2402.02750.
     """
 
+    #: What a cache string may say of it.
+    ARGUMENTS: ClassVar[tuple[str, ...]] = ("recent", "sinks")
+    needs_calibration: ClassVar[bool] = False
+
     name: str
     keys: Codec
     values: Codec
     recent: int = 0
     sinks: int = 0
+    tables: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         for name in ("recent", "sinks"):
@@ -175,22 +185,38 @@ class CacheCodec:
         """Tokens of a session that are kept exactly as well."""
         return self.recent + self.sinks
 
-    def arguments(self) -> dict[str, int]:
-        """What a cache string may change, and what it is now."""
-        return {"recent": self.recent, "sinks": self.sinks}
-
-    def changed(self, arguments: Mapping[str, int]) -> Self:
-        """The codec with other `arguments`.
-
-        Raises:
-            ConfigError: A value is out of range.
-        """
-        new = {**self.arguments(), **arguments}
-        return dataclasses.replace(self, recent=new["recent"], sinks=new["sinks"])
-
     def sides(self) -> dict[str, Codec]:
         """Both, by the name of the side."""
         return {"keys": self.keys, "values": self.values}
+
+    def bind(self, tables: Any, layer: int | None) -> Self:
+        """The codec with what a calibration says of one layer, or of all where that is None.
+
+        Args:
+            tables: See `CodecTables`.
+            layer: Which.
+        """
+        del tables, layer
+        return self
+
+    def with_tables(self, tables: Mapping[str, Any]) -> Self:
+        """The codec with other tables, where it has any."""
+        del tables
+        return self
+
+    def check_bound(self) -> None:
+        """Raises `ConfigError` where it needs tables of a calibration and has none."""
+
+    def of_layers(self, layer: tf.Tensor) -> Self:
+        """The codec of one layer, or of that of each row, ``layer [] or [A]``, where the tables
+        of all are stacked."""
+        del layer
+        return self
+
+    def of_heads(self, heads: slice) -> Self:
+        """The codec of some KV heads."""
+        del heads
+        return self
 
     def check(self, head_dim: int) -> None:
         """Raises `ConfigError` where heads of this width cannot be written."""

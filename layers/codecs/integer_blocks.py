@@ -1,4 +1,4 @@
-"""Integers of 2, 4, 6 or 8 bits with a scale and a zero for each block of channels."""
+"""Integers of 1 to 8 bits with a scale and a zero for each block of channels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class IntegerBlocks(BlockCodec):
     Scale and zero are float16, and codes are computed against the rounded pair.
 
     Args:
-        bits: Of a code: 2, 4, 6 or 8.
+        bits: Of a code: 1 to 8.
         block: Channels that share a scale and a zero.
         rotate: Whether to rotate first; see `BlockCodec`.
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Self
+from typing import ClassVar
 
 from tfkv.layers.codecs.channel_groups import ChannelGroups
-from tfkv.layers.codecs.codec import CacheCodec
+from tfkv.layers.codecs.codec import CacheCodec, Codec
 from tfkv.layers.codecs.integer_blocks import IntegerBlocks
 
 
@@ -20,29 +19,30 @@ class Kivi(CacheCodec):
     wanted; two bits only for models whose heads are wide and many. It does not go with
     policies that keep tokens one by one.
 
-    Its argument ``group`` is the number of tokens that share a scale of the keys, the paper's
-    group size; the newest `recent` tokens stay exact, its residual length. Unlike the paper's
-    code, which flushes the residual as a whole, a token is read from its code once it is
-    `recent` positions behind, whatever the length of the session.
+    Unlike the paper's code, which flushes its residual as a whole, a token is read from its
+    code once it is `recent` positions behind, whatever the length of the session.
+
+    Args:
+        name: ``kivi4`` or ``kivi2``, by the bits of both sides.
+        recent: See `CacheCodec`; the paper's residual length.
+        sinks: See `CacheCodec`.
+        group: Tokens that share a scale of the keys; the paper's group size.
+
+    Raises:
+        ConfigError: A number is out of range.
 
     Reference:
         https://arxiv.org/abs/2402.02750
     """
 
-    @classmethod
-    def of(cls, bits: int, recent: int, sinks: int) -> Self:
-        """The codec of so many bits on both sides, in groups of 32."""
-        return cls(f"kivi{bits}", ChannelGroups(bits), IntegerBlocks(bits), recent, sinks)
+    ARGUMENTS: ClassVar[tuple[str, ...]] = ("recent", "sinks", "group")
 
-    def arguments(self) -> dict[str, int]:
-        return {**super().arguments(), "group": self.tokens}
+    keys: Codec = dataclasses.field(init=False, compare=False)
+    values: Codec = dataclasses.field(init=False, compare=False)
+    group: int = 32
 
-    def changed(self, arguments: Mapping[str, int]) -> Self:
-        new = {**self.arguments(), **arguments}
-        keys = ChannelGroups(self.bits, new["group"])
-        return dataclasses.replace(self, keys=keys, recent=new["recent"], sinks=new["sinks"])
-
-    @property
-    def bits(self) -> int:
-        """Of a code."""
-        return int(self.name.removeprefix("kivi"))
+    def __post_init__(self) -> None:
+        bits = int(self.name.removeprefix("kivi"))
+        object.__setattr__(self, "keys", ChannelGroups(bits, self.group))
+        object.__setattr__(self, "values", IntegerBlocks(bits))
+        super().__post_init__()

@@ -32,8 +32,8 @@ def engine(cache: str, *exceptions: str, **changes: object) -> EngineConfig:
 
 #: Three codecs in four runs of layers: each keeps another number of tokens exactly, one none.
 RINGS = engine("k4v4(recent=64,sinks=2)", "0=int8", "3=int8", "4=kivi4(recent=67,sinks=3,group=4)")
-#: The same with as few exact tokens as there can be.
-CODED = engine("k4v4(recent=0,sinks=0)", "0,3=int8", "4=kivi4(recent=4,sinks=0,group=4)")
+#: The same with no exact tokens, and a codec of as few bits in place of the one that needs some.
+CODED = engine("k4v4(recent=0,sinks=0)", "0,3=int8")
 #: No codec that keeps tokens exactly.
 CODES = engine("int8", "1=float32", "3-4=bfloat16")
 #: A ring of pages, and sinks that are looked at from elsewhere.
@@ -257,6 +257,8 @@ def test_a_manifest_has_exceptions_in_one_form(artifacts):
     [
         ("int8", "1=sliding_window(window=64)", r"no other policy\. A Keras model takes any"),
         ("snapkv(budget=128)", "1=int8", r"'snapkv' moves what it keeps.*Keras model"),
+        ("low_rank", "1=int8", r"'low_rank' has tables of all layers.*Keras model"),
+        ("int8", "1=low_rank", r"'low_rank' has tables of all layers.*Keras model"),
         ("int8", "5=float32", r"has layers 0 to 4"),
         ("int8", "float32", r"Expected layers=cache"),
         ("int8", "1=k4v4(recent=8)", r"at least 64.*1=k4v4\(recent=8\).*keeps 8"),

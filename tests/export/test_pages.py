@@ -225,6 +225,28 @@ def test_a_branch_of_a_ring_reads_what_its_root_read(window):
         assert said == expected
 
 
+def test_full_rings_of_all_slots_go_on_where_no_page_is_free(window):
+    """The pages of a ring are kept for others to find, until it needs them itself."""
+    ring = 112  # a page of sinks, and 20 + 64 in whole pages
+    sees = tiny_model.window(20, 3)
+    prompts = [tiny_model.text(ring + 1, seed=150 + number) for number in range(3)]
+    names = [window.name() for _ in prompts]
+    for name, prompt in zip(names, prompts, strict=True):
+        feed(window, name, prompt[:ring], 128)
+    assert window.stats()["pages_free"] == 0
+    for name, prompt in zip(names, prompts, strict=True):
+        answer = window.generate(name, prompt[ring:], ring)
+        assert answer["status"] == Status.OK
+        assert answer["tokens"].tolist() == tiny_model.greedy(prompt, 8, sees=sees)
+    # What was overwritten is not found any more.
+    window.close(names[1])
+    before = window.stats()
+    again = window.generate(names[1], prompts[1])
+    assert again["tokens"].tolist() == tiny_model.greedy(prompts[1], 8, sees=sees)
+    assert window.counted(before).get("tokens_reused", 0) < ring
+    assert window.stats()["integrity"] == 0
+
+
 def test_a_refused_row_of_a_session_with_pages_leaves_the_table_sound(plain):
     name = plain.name()
     prompt = tiny_model.text(40, seed=140)

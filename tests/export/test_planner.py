@@ -13,14 +13,15 @@ from tfkv.layers.codecs import CODECS
 MB = 10**6
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", [{"low_rank": "low_rank(rank=6)"}.get(n, n) for n in CODECS])
 @pytest.mark.parametrize("policy", ["dense", "sliding_window(window=40,sinks=3)"])
 def test_pages_are_those_that_an_engine_allocates(policy: str, codec: str):
     engine = EngineConfig(cache=f"{policy}+{codec}", slots=2, capacity=96, page_size=16)
     # A window's session is full only beyond its window.
     context = 96 if policy == "dense" else tiny_model.CONFIG.context_length
     found = plan_memory(tiny_model.CONFIG, engine, context, memory=10**9)
-    built = Engine(tiny_model.CONFIG, tiny_model.make_weights(), engine)
+    weights, calibration = tiny_model.make_weights(), tiny_model.calibration()
+    built = Engine(tiny_model.CONFIG, weights, engine, calibration=calibration)
     assert found.page_bytes == built.pools.page_bytes
     assert found.pool_bytes(2) == built.pools.nbytes
     assert found.token_bytes == built.bytes_per_token

@@ -1,16 +1,19 @@
 """A tiny decoder with lively weights, and its forward pass written anew in NumPy, float64.
 
-Nothing of tfkv computes here, so that a mistake there cannot hide here.
+Nothing of tfkv computes in it, so that a mistake there cannot hide here.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from tfkv.calibration import Calibration, fingerprint_of
 from tfkv.config import DecoderConfig
 from tfkv.export.importers import ModelSource, expected_tensors
+from tfkv.moments import measure
 
 #: Whether the query at one position sees the key at another.
 Sees = Callable[[int, int], bool]
@@ -181,3 +184,11 @@ def text(count: int, seed: int = 0) -> list[int]:
     """A prompt; the stop token is not in it."""
     rng = np.random.default_rng([7, seed])
     return [int(t) for t in rng.integers(STOP + 1, CONFIG.vocabulary_size, count)]
+
+
+@functools.cache
+def calibration() -> Calibration:
+    """Moments of the model over a text of its own; no tables of budgets."""
+    weights = make_weights()
+    moments = measure(CONFIG, weights, [np.array(text(96, seed)) for seed in (31, 32)])
+    return Calibration(fingerprint_of(CONFIG, weights), 96, 2, {}, moments)

@@ -15,7 +15,7 @@ import reference
 import tensorflow as tf
 
 from tfkv.errors import CacheError
-from tfkv.layers import CachedMultiHeadAttention
+from tfkv.layers import CachedMultiHeadAttention, CacheSpec
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, BASE = 24, 4, 2, 8, 100.0
 BATCH, LENGTH, CAPACITY = 3, 17, 20
@@ -39,7 +39,32 @@ TOLERANCE = {
     "kivi2(recent=4,sinks=0,group=4)": 8 / 3,
     "nvfp4(recent=0,sinks=0)": 2.0,
     "mxfp4(recent=2,sinks=0)": 2.0,
+    "low_rank(rank=6,bits=16,recent=0,sinks=0)": 1e-2,
+    "low_rank(rank=8,bits=8,recent=3,sinks=1)": 2 * 16 / 254,
+    "block_gtq(bits=5,segment=8,widths=(5,),recent=3,sinks=1)": 8 / 15,
 }
+
+
+class RandomTables:
+    """Tables of codecs that need a calibration, of two KV heads: some directions, stretched, and
+    some order of channels."""
+
+    def low_rank(self, rank: int, layer: int | None) -> dict[str, np.ndarray]:
+        random = np.random.default_rng(rank)
+        tables = {"keys/mean": random.normal(size=(KV_HEADS, HEAD_DIM))}
+        for side in ("keys", "values"):
+            directions = np.linalg.qr(random.normal(size=(KV_HEADS, HEAD_DIM, HEAD_DIM)))[0]
+            by = random.uniform(0.5, 2, size=rank)
+            tables[f"{side}/down"] = directions[..., :rank] * by
+            tables[f"{side}/up"] = directions[..., :rank] / by
+        return tables
+
+    def block_gtq(
+        self, bits: float, segment: int, sensitivity: str, layer: int | None
+    ) -> tuple[tuple[int, ...], dict[str, np.ndarray]]:
+        random = np.random.default_rng(3)
+        order = np.stack([random.permutation(HEAD_DIM) for _ in range(KV_HEADS)])
+        return (int(bits),), {"order": order, "mean": random.normal(size=(KV_HEADS, HEAD_DIM))}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +98,12 @@ CASES = [
 ]
 
 
+def bound(cache: str) -> CacheSpec:
+    """The cache, with `RandomTables` where its codec needs tables."""
+    spec = CacheSpec.parse(cache)
+    return dataclasses.replace(spec, codec=spec.codec.bind(RandomTables(), 0))
+
+
 def make_layer(case: CacheCase, codec: str) -> CachedMultiHeadAttention:
     """A layer with the case's cache, and weights that depend on nothing."""
     layer = CachedMultiHeadAttention(
@@ -80,7 +111,7 @@ def make_layer(case: CacheCase, codec: str) -> CachedMultiHeadAttention:
         HEAD_DIM,
         KV_HEADS,
         rope_max_wavelength=BASE,
-        cache=f"{case.cache}+{codec}",
+        cache=bound(f"{case.cache}+{codec}"),
         capacity=CAPACITY,
         slack=case.slack,
         name="attention",
@@ -100,10 +131,12 @@ def reference_output(
 ) -> np.ndarray:
     names = ("query", "key", "value", "output")
     weights = dict(zip(names, layer.get_weights(), strict=True))
-    rows = [
-        reference.attention(row, weights, codec, case.window, case.sinks, BASE, case.furthest)
-        for row in x
-    ]
+    tables = {
+        name: np.asarray(tf.convert_to_tensor(table), np.float64)
+        for name, table in layer.cache.codec.tables.items()
+    }
+    masked = (case.window, case.sinks, BASE, case.furthest)
+    rows = [reference.attention(row, weights, codec, *masked, tables) for row in x]
     return np.stack(rows)
 
 
@@ -123,13 +156,13 @@ def run_cache_policy_test(case: CacheCase, codec: str, path: pathlib.Path) -> No
     """Everything below, for one policy and one codec."""
     layer = make_layer(case, codec)
     check_chunks_equal_reference(layer, case, codec)
-    check_modes_agree(layer)
+    check_modes_agree(layer, between_cuts(codec))
     check_spec(layer, case)
-    check_padding_and_order(layer)
+    check_padding_and_order(layer, between_cuts(codec))
     check_overflow(layer, case)
     check_take_back(layer, case, codec)
-    check_reorder(layer)
-    check_round_trips(layer, path)
+    check_reorder(layer, between_cuts(codec))
+    check_round_trips(layer, path, between_cuts(codec))
 
 
 def check_chunks_equal_reference(layer, case: CacheCase, codec: str) -> None:
@@ -144,11 +177,16 @@ def check_chunks_equal_reference(layer, case: CacheCase, codec: str) -> None:
         if codec != "int8_symmetric":
             # Codes seldom fall the other way: most outputs agree but for float16's last bit.
             assert np.quantile(np.abs(actual - expected), 0.9) <= 1e-3
-        # Between two cuts no code may differ.
-        np.testing.assert_allclose(actual, whole, atol=2e-6, err_msg=str(cut))
+        np.testing.assert_allclose(actual, whole, atol=between_cuts(codec), err_msg=str(cut))
 
 
-def check_modes_agree(layer) -> None:
+def between_cuts(codec: str) -> float:
+    """What outputs may differ by when a text is cut elsewhere: no code may differ. But a product
+    with a map rounds otherwise for another number of rows, and float16 codes are as fine."""
+    return 1e-3 if codec.startswith("low_rank") and "bits=16" in codec else 2e-6
+
+
+def check_modes_agree(layer, room: float) -> None:
     """Eager, graph and XLA give the same outputs and the same state."""
     x = make_input()
     cuts = [5, 5, 5]
@@ -157,7 +195,7 @@ def check_modes_agree(layer) -> None:
         step = tf.function(lambda x, state: layer(x, state=state), jit_compile=xla)
         output, state = run(layer, x, cuts, step=step)
         assert step.experimental_get_tracing_count() == 1
-        np.testing.assert_allclose(output, eager, atol=2e-6)
+        np.testing.assert_allclose(output, eager, atol=room)
         for name, tensor in state.items():
             actual, expected = tensor.numpy(), eager_state[name].numpy()
             if actual.dtype in (np.int8, np.uint8):
@@ -193,7 +231,7 @@ def check_spec(layer, case: CacheCase) -> None:
     assert layer.store.bytes_per_session() * BATCH == held
 
 
-def check_padding_and_order(layer) -> None:
+def check_padding_and_order(layer, room: float) -> None:
     """Rows of different lengths, padded anywhere, get what each gets alone (mlx-lm #439, #965;
     unsloth #3699; omlx #2172), even where the padding is not a number."""
     x = make_input(9)
@@ -211,11 +249,11 @@ def check_padding_and_order(layer) -> None:
             layer, np.concatenate([x[row, :length], x[row, :2]])[None], [length + 2]
         )
         together = np.concatenate([output.numpy()[row][given[row]], after.numpy()[row]])
-        np.testing.assert_allclose(together, alone[0], atol=4e-6)
+        np.testing.assert_allclose(together, alone[0], atol=2 * room)
         assert state["filled"][row] == alone_state["filled"][0] == length + 2
     order = [2, 0, 1]
     shuffled, _ = run(layer, x[order], [9])
-    np.testing.assert_allclose(shuffled, run(layer, x, [9])[0][order], atol=2e-6)
+    np.testing.assert_allclose(shuffled, run(layer, x, [9])[0][order], atol=room)
 
 
 def check_overflow(layer, case: CacheCase) -> None:
@@ -255,7 +293,7 @@ def check_take_back(layer, case: CacheCase, codec: str) -> None:
         again, after = layer(tf.constant(x[:, 10:]), positions=positions, state=state)
         # Of the tokens before those taken back, the codes are left.
         exact = layer.cache.codec.recent
-        room = TOLERANCE[codec] if exact else 4e-6
+        room = TOLERANCE[codec] if exact else 2 * between_cuts(codec)
         np.testing.assert_allclose(again.numpy(), straight[:, 10:], atol=room)
         np.testing.assert_array_equal(after["filled"], LENGTH)
     if case.bounded:
@@ -273,17 +311,17 @@ def check_take_back(layer, case: CacheCase, codec: str) -> None:
         layer(tf.constant(x[:, :1]), positions=np.full([BATCH, 1], 19, np.int32), state=state)
 
 
-def check_reorder(layer) -> None:
+def check_reorder(layer, room: float) -> None:
     """Beams and forks (transformers #48700): rows move with all their parts."""
     x = make_input(8)
     _, state = run(layer, x, [6])
     rows = [2, 2, 0]
     moved, _ = layer(tf.constant(x[rows][:, 6:]), state=layer.store.reorder(state, rows))
     straight, _ = run(layer, x, [8])
-    np.testing.assert_allclose(moved.numpy(), straight[rows][:, 6:], atol=2e-6)
+    np.testing.assert_allclose(moved.numpy(), straight[rows][:, 6:], atol=room)
 
 
-def check_round_trips(layer, path: pathlib.Path) -> None:
+def check_round_trips(layer, path: pathlib.Path, room: float) -> None:
     """Configuration, a Keras file and a SavedModel bring the same layer back."""
     twin = CachedMultiHeadAttention.from_config(layer.get_config())
     assert twin.get_config() == layer.get_config()
@@ -301,4 +339,4 @@ def check_round_trips(layer, path: pathlib.Path) -> None:
     module.step = tf.function(lambda x, state: layer(x, state=state), input_signature=signature)
     tf.saved_model.save(module, path / "saved")
     saved = tf.saved_model.load(path / "saved")
-    np.testing.assert_allclose(run(layer, x, [2, 2, 2], step=saved.step)[0], expected, atol=2e-6)
+    np.testing.assert_allclose(run(layer, x, [2, 2, 2], step=saved.step)[0], expected, atol=room)

@@ -54,6 +54,42 @@ def stored(x: np.ndarray, codec: str, side: str = "keys", group: int = 32) -> np
     return np.clip(np.round((x - zero) / scale), -127, 127) * scale + zero
 
 
+def stored_by_head(
+    x: np.ndarray, codec: str, side: str, arguments: dict[str, str], tables: dict[str, np.ndarray]
+) -> np.ndarray:
+    """As `stored`, of ``x [T, K, H]`` and codecs with tables ``[K, ...]`` for each KV head."""
+    if codec not in ("low_rank", "block_gtq") or (codec == "block_gtq" and side == "values"):
+        together = int(arguments.get("group", 32))
+        return stored(x, "k4v4" if codec == "block_gtq" else codec, side, together)
+    read = np.empty_like(x)
+    for head in range(x.shape[1]):
+        own = {name: table[head] for name, table in tables.items()}
+        if codec == "low_rank":
+            read[:, head] = low_rank(x[:, head], side, int(arguments["bits"]), own)
+        else:
+            widths = [int(width) for width in arguments["widths"].strip("(,)").split(",")]
+            read[:, head] = block_gtq(x[:, head], widths, own)
+    return read
+
+
+def low_rank(x: np.ndarray, side: str, bits: int, tables: dict[str, np.ndarray]) -> np.ndarray:
+    """The directions of ``x [T, H]``, rounded, and back."""
+    mean = tables.get(f"{side}/mean", 0.0)
+    latent = (x - mean) @ tables[f"{side}/down"]
+    latent = stored(latent, {16: "float16", 8: "int8", 4: "k4v4"}[bits])
+    return latent @ tables[f"{side}/up"].T + mean
+
+
+def block_gtq(x: np.ndarray, widths: list[int], tables: dict[str, np.ndarray]) -> np.ndarray:
+    """Channels of ``x [T, H]`` in their order, each run of them in as many bits as it gets."""
+    order = tables["order"].astype(int)
+    segments = np.split((x - tables["mean"])[:, order], len(widths), axis=-1)
+    coded = [integer_blocks(s, bits, s.shape[-1]) for s, bits in zip(segments, widths, strict=True)]
+    read = np.empty_like(x)
+    read[:, order] = np.concatenate(coded, axis=-1)
+    return read + tables["mean"]
+
+
 def hadamard(size: int) -> np.ndarray:
     """Entry (i, j) is the parity of the bits that i and j share; `size` a power of two."""
     parity = [[(i & j).bit_count() % 2 for j in range(size)] for i in range(size)]
@@ -101,10 +137,12 @@ def attention(
     sinks: int = 0,
     base: float | None = None,
     furthest: int | None = None,
+    tables: dict[str, np.ndarray] | None = None,
 ) -> np.ndarray:
     """Causal attention of one session ``x [T, D]``, token by token and head by head.
 
     From beyond `furthest` a query looks at the sinks as if it stood there.
+    `tables` are those of a codec that needs a calibration, ``[K, ...]``.
     Weights are ``query [D, N, H]``, ``key`` and ``value [D, K, H]``, ``output [N, H, D]``.
     """
     x = x.astype(np.float64)
@@ -118,10 +156,12 @@ def attention(
         queries, keys = rope(queries, steps, base), rope(keys, steps, base)
     # "k4v4(recent=3,sinks=1)": tokens less than 3 behind, and the first one, are exact.
     name, _, arguments = codec.partition("(")
-    exactly = dict(re.findall(r"(\w+)=(\d+)", arguments))
+    exactly = dict(re.findall(r"(\w+)=(\d+|\([\d,]+\))", arguments))
     recent, first = int(exactly.get("recent", 0)), int(exactly.get("sinks", 0))
-    together = int(exactly.get("group", 32))
-    coded = stored(keys, name, "keys", together), stored(values, name, "values")
+    coded = [
+        stored_by_head(x, name, side, exactly, tables or {})
+        for x, side in ((keys, "keys"), (values, "values"))
+    ]
     heads, head_dim = queries.shape[1:]
     group = heads // keys.shape[1]
     mixed = np.zeros_like(queries)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -98,6 +99,71 @@ def test_a_calibration_comes_back_from_its_file_and_knows_its_weights(made, weig
         Calibration.load(tmp_path / "broken.json")
     with pytest.raises(ConfigError, match="one length of at least 16"):
         calibrate(CONFIG, weights, [TEXT[:8]], REPEAT)
+
+
+def test_moments_are_those_of_the_whole_text(weights, made):
+    """Read in pieces with a cache; here in one, without, and by float64."""
+    model = CausalLM.from_weights(CONFIG, weights)
+    sums = {"queries": 0.0, "keys": 0.0, "outputs": 0.0, "key_means": 0.0}
+    for passage in (TEXT[:48], TEXT[48:]):
+        x, positions = model.token_embedding(passage[np.newaxis]), tf.range(48)[tf.newaxis]
+        for block in model.blocks[:2]:
+            normal = block.attention_norm(x)
+            queries, keys, values = (
+                one.numpy()[0].astype(np.float64)
+                for one in block.attention.project_in(normal, positions)
+            )
+            x, _ = block(x)
+        scores = queries @ keys.swapaxes(1, 2)  # the queries come scaled
+        scores = np.where(np.arange(48) <= np.arange(96)[:, None] % 48, scores, -np.inf)
+        shares = np.exp(scores - scores.max(-1, keepdims=True))
+        outputs = shares / shares.sum(-1, keepdims=True) @ values
+        for name, rows in (("queries", queries * 8**0.5), ("keys", keys), ("outputs", outputs)):
+            sums[name] = sums[name] + rows.swapaxes(1, 2) @ rows / rows.shape[1] / 2
+        sums["key_means"] = sums["key_means"] + keys.mean(1) / 2
+    for name, expected in sums.items():
+        found = getattr(made.moments, name)[1]
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    kernel = weights["layers/1/attention_output"].reshape(2, 2, 8, 32)
+    readers = np.einsum("kgid,kgjd->kij", kernel, kernel)
+    np.testing.assert_allclose(made.moments.readers[1], readers, rtol=1e-4, atol=1e-5)
+
+
+def test_a_file_of_before_there_were_moments_still_shares_budgets_out(made, tmp_path):
+    path = tmp_path / "old.json"
+    made.save(path)
+    old = json.loads(path.read_text())
+    del old["moments"]
+    path.write_text(json.dumps(old))
+    again = Calibration.load(path)
+    assert again.budgets("kvzip", 64, 5) == made.budgets("kvzip", 64, 5)
+    with pytest.raises(ConfigError, match="Run `tfkv calibrate` anew"):
+        CausalLM(CONFIG, cache="block_gtq", calibration=again)
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [
+        "low_rank(rank=8,bits=16,recent=0,sinks=0)",
+        "block_gtq(bits=8,recent=0,sinks=0)",
+        "snapkv(budget=48,caps='kvzip')+low_rank(rank=8)",
+    ],
+)
+def test_a_model_reads_through_a_codec_of_a_calibration(made, weights, cache: str):
+    """All directions in float16, and all keys in 8 bits, are next to the full cache; layers and
+    heads each by their own tables."""
+    model = CausalLM.from_weights(CONFIG, weights, cache=cache, calibration=made, capacity=128)
+    assert len({str(c.codec.tables) for c in model.caches}) == 3
+    again = CausalLM.from_config(model.get_config())
+    assert again.caches == model.caches
+    full = CausalLM.from_weights(CONFIG, weights)
+    state, plain = model.init_state(1), full.init_state(1)
+    for first in (0, 24):
+        ids = tf.constant(TEXT[np.newaxis, first : first + 24], tf.int32)
+        logits, state = model(ids, state=state)
+        expected, plain = full(ids, state=plain)
+    room = 0.02 if "bits=16" in cache else 0.3
+    assert np.abs(logits - expected).max() < room * np.abs(expected).max()
 
 
 def test_layers_differ_by_exceptions_and_by_calibration(made):

@@ -14,7 +14,7 @@ def test_error_is_half_a_unit_of_the_mantissa(dtype: str, bits: int):
     assert (error <= np.abs(x) * 2.0**-bits + 2.0**-25).all()
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", [n for n, codec in CODECS.items() if not codec.needs_calibration])
 def test_spec_says_what_encode_makes(name: str):
     total = 0
     for codec in CODECS[name].sides().values():
