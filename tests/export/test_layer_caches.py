@@ -267,7 +267,7 @@ def test_a_manifest_has_exceptions_in_one_form(artifacts):
 def test_layers_that_cannot_differ_so_are_refused(tmp_path, cache, exception, match):
     with pytest.raises(ConfigError, match=match):
         CacheGeometry.of(CONFIG, engine(cache, exception), 64)
-    with pytest.raises(ConfigError, match=match.partition("at least")[0]):
+    with pytest.raises(ConfigError, match=match):
         export(SOURCE, tmp_path, engine(cache, exception))
     assert list(tmp_path.iterdir()) == []
 
