@@ -11,7 +11,6 @@ from cache_conformance import CASES, TOLERANCE, run_cache_policy_test
 from tfkv.layers.codecs import CODECS
 from tfkv.layers.policies import POLICIES
 
-
 #: One codec of each kind: as it is, by the token, with exact tokens beside it, in groups.
 KINDS = ("float32", "int8", "k8v4", "kivi4")
 
