@@ -12,6 +12,7 @@ from tfkv.export.engine import Engine
 from tfkv.export.importers import ModelSource
 from tfkv.export.signatures import build_signatures
 from tfkv.export.verification import complete_inputs
+from tfkv.layers.codecs import CodecTables
 from tfkv.manifest import MAX_STOP_TOKENS, signature_table
 
 
@@ -23,6 +24,7 @@ class EngineCalls:
     Args:
         model: Architecture, weights and stop tokens.
         engine: What to compile for.
+        calibration: Of the same weights, for a codec that needs one.
 
     Attributes:
         engine: Likewise.
@@ -31,9 +33,11 @@ class EngineCalls:
         ConfigError: Model and engine do not fit together.
     """
 
-    def __init__(self, model: ModelSource, engine: EngineConfig) -> None:
+    def __init__(
+        self, model: ModelSource, engine: EngineConfig, calibration: CodecTables | None = None
+    ) -> None:
         self.engine = engine
-        self._engine = Engine(model.config, model.weights, engine)
+        self._engine = Engine(model.config, model.weights, engine, calibration=calibration)
         self._table = signature_table(
             engine, model.stop_tokens[:MAX_STOP_TOKENS], self._engine.pools.page_bytes
         )

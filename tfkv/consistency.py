@@ -293,7 +293,8 @@ class _Systems:
             raise ConfigError(f"Cache {cache!r} needs a `model`.")
         config = EngineConfig(cache=str(CacheSpec.parse(cache)), slots=1, batch_sizes=(1,))
         config = dataclasses.replace(config, capacity=max(config.capacity, tokens))
-        return EngineCalls(self._model, with_budgets(self._model, config, self._calibration))
+        config = with_budgets(self._model, config, self._calibration)
+        return EngineCalls(self._model, config, self._calibration)
 
 
 def read_prompts(path: str | pathlib.Path) -> list[Prompt]:

@@ -163,6 +163,7 @@ def test_another_cache_does_not_ask_the_full_one_again(found, tmp_path, monkeypa
             assert getattr(new, field, None) == getattr(full, field, None)
 
 
+@pytest.mark.slow
 def test_baselines_get_the_same_measures(tmp_path):
     small = plan(tokens=(128,), passages=1, continuations=0, tasks=("echo",), contexts=1)
     steps = []

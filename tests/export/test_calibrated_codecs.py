@@ -35,7 +35,18 @@ def logits(reader: EngineReader | ModelReader) -> np.ndarray:
     return np.concatenate([reader.read(TEXT[first : first + 64], first) for first in (0, 64, 128)])
 
 
-@pytest.mark.parametrize("cache", CACHES)
+#: `make test` reads one of each codec, and one whose policy evicts.
+_OFTEN = (
+    "low_rank(rank=4,bits=8,recent=64,sinks=2)",
+    "block_gtq(bits=5,recent=64,sinks=2)",
+    "key_diff(budget=80,sinks=2,recent=16)+block_gtq(bits=8,recent=64,sinks=2)",
+)
+
+
+@pytest.mark.parametrize(
+    "cache",
+    [pytest.param(one, marks=[] if one in _OFTEN else [pytest.mark.slow]) for one in CACHES],
+)
 def test_pages_read_as_the_layers_of_a_keras_model_do(cache: str):
     """Each layer and head by its own tables: with those of another, logits are far off."""
     calibration, weights = tiny_model.calibration(), tiny_model.make_weights()

@@ -54,6 +54,17 @@ def test_answers_and_distributions_are_those_of_the_model():
     assert found.kl > 1e-5
 
 
+def test_a_codec_that_needs_a_calibration_gets_it():
+    # Every direction, in float16: 2**-11 of a number, squared in the KL of a few logits.
+    cache, source = "low_rank(rank=8,bits=16,recent=64,sinks=2)", tiny_model.source(stop_tokens=())
+    calibration = tiny_model.calibration()
+    prompts = [tiny_model.text(100, seed=7)]
+    found = check("float32", cache, source, prompts, 8, calibration=calibration)
+    assert 0 < found.kl < 1e-4
+    with pytest.raises(ConfigError, match="tfkv calibrate"):
+        check("float32", cache, source, prompts, 8)
+
+
 def test_a_stop_token_ends_an_answer_and_belongs_to_it():
     expected = tiny_model.greedy(PROMPTS[0], 6)
     stop = expected[-1]
