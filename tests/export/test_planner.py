@@ -8,6 +8,7 @@ import tiny_model
 from tfkv.config import EngineConfig
 from tfkv.errors import ConfigError
 from tfkv.export import Engine, plan_memory
+from tfkv.layers.cache_spec import CacheSpec
 from tfkv.layers.codecs import CODECS
 
 MB = 10**6
@@ -16,7 +17,8 @@ MB = 10**6
 @pytest.mark.parametrize("codec", [{"low_rank": "low_rank(rank=6)"}.get(n, n) for n in CODECS])
 @pytest.mark.parametrize("policy", ["dense", "sliding_window(window=40,sinks=3)"])
 def test_pages_are_those_that_an_engine_allocates(policy: str, codec: str):
-    engine = EngineConfig(cache=f"{policy}+{codec}", slots=2, capacity=96, page_size=16)
+    size = max(16, CacheSpec.parse(codec).codec.tokens)
+    engine = EngineConfig(cache=f"{policy}+{codec}", slots=2, capacity=96, page_size=size)
     # A window's session is full only beyond its window.
     context = 96 if policy == "dense" else tiny_model.CONFIG.context_length
     found = plan_memory(tiny_model.CONFIG, engine, context, memory=10**9)
