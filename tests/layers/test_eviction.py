@@ -160,7 +160,7 @@ def test_what_is_kept_and_what_is_answered_are_the_papers(case: EvictionCase, cu
 
 @SCORED
 def test_eager_graph_and_xla_agree(case: EvictionCase):
-    conformance.check_modes_agree(make_layer(case.cache))
+    conformance.check_modes_agree(make_layer(case.cache), conformance.between_cuts("float32"))
 
 
 @pytest.mark.parametrize("codec", ["int8", "bfloat16", "k8v4(recent=0,sinks=0)"])
@@ -340,8 +340,9 @@ def test_states_move_and_models_come_back(name: str, tmp_path: pathlib.Path):
     layer = make_layer(case.cache)
     whole = conformance.CacheCase(case.cache, None, 0, 0, BUDGET + INTERVAL, bounded=True)
     conformance.check_spec(layer, whole)
-    conformance.check_reorder(layer)
-    conformance.check_round_trips(layer, tmp_path)
+    room = conformance.between_cuts("float32")
+    conformance.check_reorder(layer, room)
+    conformance.check_round_trips(layer, tmp_path, room)
 
 
 def test_every_policy_that_evicts_has_its_paper_here():
