@@ -88,8 +88,7 @@ class _Sessions:
 
         capacity = held + (_TURNS + 1) * _CHUNK
         sizes = (1, rows) if rows > 1 else (1,)
-        # A slot more than sessions: a call takes its pages before a window gives old ones back.
-        engine = EngineConfig(cache=cache, slots=rows + 1, capacity=capacity, batch_sizes=sizes)
+        engine = EngineConfig(cache=cache, slots=rows, capacity=capacity, batch_sizes=sizes)
         self._calls = EngineCalls(texts.model(), engine)
         self._names = [f"row {row}" for row in range(rows)]
         self._position = held
