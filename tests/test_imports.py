@@ -56,7 +56,7 @@ def rule_of(module: str) -> Rule:
     if within(module, ("tfkv.layers",)):
         return Rule(("keras", "tensorflow", "tfkv.layers", "tfkv.architecture", "tfkv.errors"))
     if within(module, ("tfkv.serving",)):
-        own_core = (*CORE, "tfkv.serving")
+        own_core = (*CORE, "tfkv.chat_template", "tfkv.serving")
         # Third-party names are free here: test_packaging checks what the client loads.
         return Rule(None, forbidden=tfkv_modules_except(own_core))
     if within(module, ("tfkv.export",)):

@@ -32,6 +32,10 @@ class ExportError(TfkvError, RuntimeError):
     """An export did not reproduce the model it was made from; nothing was left on disk."""
 
 
+class TextError(TfkvError, ValueError):
+    """Text cannot be turned into tokens or back: no tokenizer, no template, or a bad one."""
+
+
 class ServerError(TfkvError, RuntimeError):
     """The server answered with an error that belongs to the whole call."""
 
