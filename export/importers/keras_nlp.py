@@ -36,12 +36,12 @@ def from_keras_nlp(
     families, docs/families.md what of each.
 
     The tokenizer comes along if the model has a preprocessor whose tokenizer is a
-    ``Llama3Tokenizer`` or a plain ``BytePairTokenizer``; text is cut into words as in
-    Llama 3 and GPT-2 respectively, as the weights were trained. (keras-nlp 0.32 itself cuts
-    like GPT-2 in ``tf.data`` and, called eagerly, not at all, since it passes its pattern
-    to ``tokenizers`` as a literal string; ids of numbers and newlines can differ from
-    these.) The SentencePiece ``LlamaTokenizer`` and other classes give
-    ``tokenizer_json=None``; set it with ``dataclasses.replace``.
+    ``Llama3Tokenizer``, or that of GPT-2, OPT or GPT-NeoX or a plain ``BytePairTokenizer``;
+    text is cut into words as in Llama 3 and GPT-2 respectively, as the weights were trained.
+    (keras-nlp 0.32 itself cuts like GPT-2 in ``tf.data`` and, called eagerly, not at all,
+    since it passes its pattern to ``tokenizers`` as a literal string; ids of numbers and
+    newlines can differ from these.) The SentencePiece ``LlamaTokenizer`` and other classes
+    give ``tokenizer_json=None``; set it with ``dataclasses.replace``.
 
     Args:
         model: A backbone or a causal LM of one of the families.
@@ -194,7 +194,9 @@ def _vocabulary(preprocessor: Any) -> BpeVocabulary | None:
     from keras_hub import tokenizers
 
     tokenizer = preprocessor.tokenizer
-    cuts = {tokenizers.Llama3Tokenizer: "llama-bpe", tokenizers.BytePairTokenizer: "gpt-2"}
+    names = ("BytePairTokenizer", "GPT2Tokenizer", "OPTTokenizer", "GPTNeoXTokenizer")
+    cuts = {getattr(tokenizers, name): "gpt-2" for name in names}
+    cuts[tokenizers.Llama3Tokenizer] = "llama-bpe"
     cut = cuts.get(type(tokenizer))
     if cut is None or tokenizer.vocabulary is None:
         return None

@@ -225,6 +225,30 @@ def test_a_plain_byte_pair_tokenizer_cuts_as_keras_nlp_does_in_a_graph():
         assert converted.encode(text).ids == list(in_graph(text)), text
 
 
+@pytest.mark.parametrize(
+    ("name", "special"),
+    [
+        ("GPT2Tokenizer", ["<|endoftext|>"]),
+        ("GPTNeoXTokenizer", ["<|endoftext|>"]),
+        ("OPTTokenizer", ["<pad>", "</s>"]),
+    ],
+)
+def test_tokenizers_that_cut_as_gpt2_come_along(name, special):
+    words = [*special, *"abc123.'st", "Ġ", "Ċ", "ab", "Ġa", "12", "'s", "ĠĠ"]
+    settings = {
+        "vocabulary": {text: index for index, text in enumerate(words)},
+        "merges": ["a b", "Ġ a", "1 2", "' s", "Ġ Ġ"],
+    }
+    cls = getattr(keras_hub.tokenizers, name)
+    in_graph = cls(_allow_python_workflow=False, **settings)
+    source = from_keras_nlp(causal_lm(cls(**settings)))
+    converted = tokenizers.Tokenizer.from_str(source.tokenizer_json)
+    for text in ("ab a", "1212 3", "ab's  a.", "c\na", f"{special[-1]}ab a"):
+        found = converted.encode(text, add_special_tokens=False).ids
+        assert found == list(in_graph(text)), text
+    assert source.stop_tokens == (words.index(special[-1]),)
+
+
 @pytest.mark.parametrize("add_start_token", [True, False])
 def test_the_start_token_is_added_as_in_training(add_start_token):
     model = causal_lm(llama3_tokenizer(), add_start_token=add_start_token, add_end_token=False)
