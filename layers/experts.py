@@ -18,7 +18,8 @@ class Experts(keras.layers.Layer):
     """Gated feed-forward layers of which a router chooses some for each token.
 
     All experts are computed and those not chosen weighted with 0: exact, differentiable in the
-    router, and as fast as it gets for many tokens at once.
+    router, and as fast as it gets for many tokens at once. Nothing balances the experts in
+    training: a loss that does so is the caller's.
 
     Args:
         options: How many, how wide, how chosen; or a dict of that.

@@ -84,6 +84,8 @@ class Family:
         sizes = sizes_of(backbone) | {k: options.pop(k) for k in tuple(options) if k in _SIZES}
         attention, norms = Attention(**options.pop("attention", {})), options.pop("norms", {})
         windows = tuple(map(self.window, backbone.transformer_layers))
+        # One that holds the whole context hides nothing.
+        windows = tuple(window if window < context_length else 0 for window in windows)
         if any(windows):
             attention = dataclasses.replace(attention, windows=windows)
         if self._normalizes_heads(backbone):

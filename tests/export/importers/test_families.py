@@ -233,6 +233,12 @@ def test_long_rope_follows_the_context_length():
     assert long.magnitude == short.magnitude > 1
 
 
+def test_a_window_that_holds_the_whole_context_is_none():
+    backbone = _read("qwen_3")[0]
+    assert from_keras_nlp(backbone, context_length=9).config.attention.windows == ()
+    assert from_keras_nlp(backbone, context_length=10).config.attention.windows == (9, 9, 9)
+
+
 # What is not supported says so.
 
 
