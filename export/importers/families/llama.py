@@ -7,7 +7,7 @@ from typing import Any
 from tfkv.export.importers.families.family import EMBEDDINGS, Family, Weights
 
 _ATTENTION = "_self_attention_layer"
-_MODEL: Weights = {**EMBEDDINGS, "final_norm": "layer_norm.scale"}
+MODEL: Weights = {**EMBEDDINGS, "final_norm": "layer_norm.scale"}
 #: Of a block whose parts are called as in keras-nlp's Llama.
 HEADS = {
     "query": f"{_ATTENTION}._query_dense.kernel",
@@ -34,7 +34,8 @@ HEAD_BIASES = {
 }
 
 
-def _qwen_window(block: Any) -> int:
+def qwen_window(block: Any) -> int:
+    """Of a Qwen 2 block, where it is switched on."""
     attention = block._self_attention_layer
     return attention.sliding_window_size if attention.use_sliding_window_attention else 0
 
@@ -46,12 +47,12 @@ def _smollm3_options(backbone: Any) -> dict[str, Any]:
     }
 
 
-LLAMA = Family("Llama", "LlamaBackbone", _MODEL, {**HEADS, **_FEED_FORWARD}, rotary=ROTARY)
-LLAMA_3 = Family("Llama 3", "Llama3Backbone", _MODEL, {**HEADS, **_FEED_FORWARD}, rotary=ROTARY)
+LLAMA = Family("Llama", "LlamaBackbone", MODEL, {**HEADS, **_FEED_FORWARD}, rotary=ROTARY)
+LLAMA_3 = Family("Llama 3", "Llama3Backbone", MODEL, {**HEADS, **_FEED_FORWARD}, rotary=ROTARY)
 MISTRAL = Family(
     "Mistral",
     "MistralBackbone",
-    _MODEL,
+    MODEL,
     {**HEADS, **_FEED_FORWARD},
     rotary=ROTARY,
     window=lambda block: block.sliding_window or 0,
@@ -59,16 +60,16 @@ MISTRAL = Family(
 QWEN = Family(
     "Qwen 2",
     "QwenBackbone",
-    _MODEL,
+    MODEL,
     {**HEADS, **HEAD_BIASES, **_FEED_FORWARD},
     options=lambda backbone: {"attention": {"bias": True}},
     rotary=ROTARY,
-    window=_qwen_window,
+    window=qwen_window,
 )
 QWEN_3 = Family(
     "Qwen 3",
     "Qwen3Backbone",
-    _MODEL,
+    MODEL,
     {**HEADS, **QUERY_KEY_NORMS, **_FEED_FORWARD},
     rotary=ROTARY,
     window=lambda block: block._self_attention_layer.sliding_window_size or 0,
@@ -76,7 +77,7 @@ QWEN_3 = Family(
 PHI_3 = Family(
     "Phi-3",
     "Phi3Backbone",
-    _MODEL,
+    MODEL,
     {
         "query": "attention.query_dense.kernel",
         "key": "attention.key_dense.kernel",

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tfkv.export.importers.families.family import EMBEDDINGS, Family, Take, Weights, part
-from tfkv.export.importers.families.llama import HEADS, QUERY_KEY_NORMS, ROTARY
+from tfkv.export.importers.families.family import Family, Take, Weights, part
+from tfkv.export.importers.families.llama import HEADS, MODEL, QUERY_KEY_NORMS, ROTARY, qwen_window
 
-_MODEL: Weights = {**EMBEDDINGS, "final_norm": "layer_norm.scale"}
 _PUBLIC_HEADS = {
     name: path.replace("._query", ".query").replace("._key", ".key").replace("._value", ".value")
     for name, path in HEADS.items()
@@ -42,15 +41,10 @@ def _qwen_options(backbone: Any) -> dict[str, Any]:
     }
 
 
-def _qwen_window(block: Any) -> int:
-    attention = block._self_attention_layer
-    return attention.sliding_window_size if attention.use_sliding_window_attention else 0
-
-
 MIXTRAL = Family(
     "Mixtral",
     "MixtralBackbone",
-    _MODEL,
+    MODEL,
     {
         **_PUBLIC_HEADS,
         "attention_output": "_self_attention_layer.output_dense.kernel",
@@ -75,7 +69,7 @@ _EXPERTS: Weights = {
 QWEN_MOE = Family(
     "Qwen MoE",
     "QwenMoeBackbone",
-    _MODEL,
+    MODEL,
     {
         **_PUBLIC_HEADS,
         "query_bias": "_self_attention_layer.query_dense.bias",
@@ -89,12 +83,12 @@ QWEN_MOE = Family(
     },
     options=lambda backbone: {"attention": {"bias": True}, **_qwen_options(backbone)},
     rotary=ROTARY,
-    window=_qwen_window,
+    window=qwen_window,
 )
 QWEN_3_MOE = Family(
     "Qwen 3 MoE",
     "Qwen3MoeBackbone",
-    _MODEL,
+    MODEL,
     {**HEADS, **QUERY_KEY_NORMS, **_EXPERTS},
     options=_qwen_options,
     rotary=ROTARY,

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Sequence
 
 import family_cases
+import keras
 import keras_hub
 import numpy as np
 import pytest
@@ -168,6 +169,17 @@ def test_other_caches_serve_what_the_keras_model_computes(case, cache, tmp_path)
     """`export` compares both, and raises where they differ; here with XLA."""
     engine = EngineConfig(**{**_ENGINE.to_dict(), "xla": True, "cache": cache, "capacity": 192})
     export(_read(case)[1], tmp_path, engine)
+
+
+@pytest.mark.parametrize("case", ["gemma_3", "bloom", "qwen_moe"])
+def test_a_keras_model_is_saved_with_its_options(case, tmp_path):
+    _, source = _read(case)
+    model = CausalLM.from_weights(source.config, source.weights, capacity=_WIDTH)
+    model.save(tmp_path / "model.keras")
+    twin = keras.saving.load_model(tmp_path / "model.keras")
+    assert twin.config == source.config
+    tokens, _ = _text(source.config)
+    np.testing.assert_array_equal(twin(tokens), model(tokens))
 
 
 # What differs is noticed.
