@@ -44,12 +44,14 @@ class CachePolicy(abc.ABC):
             sessions may share it.
         chunk_invariant: Whether the result is the same however the prompt is cut.
         evicts: Whether it is an `EvictingPolicy`.
+        extrapolates: Whether it foresees the scores of queries to come from how they turn.
     """
 
     name = ""
     shareable = True
     chunk_invariant = True
     evicts = False
+    extrapolates = False
 
     @abc.abstractmethod
     def layout(self, capacity: int, slack: int, page_size: int = 1) -> EntryLayout:
