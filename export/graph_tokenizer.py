@@ -55,8 +55,10 @@ class GraphTokenizer:
         self._digits = digits
         keys = merges[:, 0].astype(np.int64) * self._size + merges[:, 1]
         order = np.argsort(keys)
-        self._keys, self._ranks = keys[order], order.astype(np.int32)
-        self._merged = merged.astype(np.int32)
+        # What stands behind the last pair is no pair: a search always finds something.
+        self._keys = np.append(keys[order], np.int64(self._size) ** 2)
+        self._ranks = np.append(order, 0).astype(np.int32)
+        self._merged = np.append(merged, 0).astype(np.int32)
         self._bytes_to_ids = bytes_to_ids.astype(np.int32)
         self._tokens = tokens
 
@@ -135,7 +137,7 @@ class GraphTokenizer:
             left, right = ids[:, :-1], ids[:, 1:]
             pair = tf.cast(left, tf.int64) * self._size + tf.cast(right, tf.int64)
             place = tf.searchsorted(keys, tf.reshape(pair, [-1]))
-            place = tf.minimum(tf.reshape(place, tf.shape(pair)), len(self._keys) - 1)
+            place = tf.reshape(place, tf.shape(pair))
             found = (tf.gather(keys, place) == pair) & (right >= 0)
             return tf.where(found, tf.gather(ranks, place), none)
 

@@ -104,6 +104,7 @@ INVALID_INPUTS = {
     23: "logprobs",
     24: "fingerprint",
     25: "page_bytes",
+    26: "system",
 }
 INPUT_NUMBERS = {name: number for number, name in INVALID_INPUTS.items()}
 
