@@ -142,7 +142,7 @@ def _use_preset(context: typer.Context, name: str | None) -> None:
 
 @app.command()
 def export(
-    source: Annotated[str, typer.Argument(help="Path of a .gguf file, or 'smollm2'.")],
+    source: Annotated[str, typer.Argument(help="A .gguf file, a folder of the Hugging Face Hub, or 'smollm2'.")],
     out: Annotated[pathlib.Path, typer.Argument(help="Model directory; a version is added.")],
     preset: Annotated[
         str | None,
@@ -545,7 +545,7 @@ def plan(
 
 @app.command()
 def calibrate(
-    source: Annotated[str, typer.Argument(help="Path of a .gguf file, or 'smollm2'.")],
+    source: Annotated[str, typer.Argument(help="A .gguf file, a folder of the Hugging Face Hub, or 'smollm2'.")],
     out: Annotated[pathlib.Path, typer.Argument(help="File to write, JSON.")],
     text: TextFile = None,
     tokens: Annotated[int, typer.Option(help="Tokens of a passage.")] = 2048,
@@ -571,7 +571,7 @@ def _text(path: pathlib.Path | None) -> str | None:
 
 @app.command("eval")
 def evaluate(
-    source: Annotated[str, typer.Argument(help="Path of a .gguf file, or 'smollm2'.")],
+    source: Annotated[str, typer.Argument(help="A .gguf file, a folder of the Hugging Face Hub, or 'smollm2'.")],
     cache: Annotated[list[str], typer.Option(help="Policy+codec; give it once for each.")],
     out: Annotated[pathlib.Path, typer.Option(help="Directory of eval.json and eval.html.")],
     layer_cache: LayerCache = None,
