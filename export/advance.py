@@ -10,11 +10,12 @@ import tensorflow as tf
 from tfkv import samplers
 from tfkv.config import EngineConfig
 from tfkv.errors import Finish, Status
-from tfkv.export.decoder import Fresh, PackedDecoder, Reading, Weights
+from tfkv.export.decoder import Fresh, PackedDecoder, Reading
 from tfkv.export.exact_tail import Tails
 from tfkv.export.history import History
 from tfkv.export.kept_tokens import Evicted
 from tfkv.export.layer_pools import Layer
+from tfkv.export.packed_blocks import Weights
 from tfkv.export.page_pool import Parts
 from tfkv.export.page_table import Found, PageTable
 from tfkv.export.plan import Plan, PrefillBudget, Remembered, make_plan
@@ -244,15 +245,15 @@ class Advance:
             at = start + loop.step
             queries_at = tf.where(loop.alive, at, -1)[:, tf.newaxis]
             keys_at = tf.where(columns <= loop.step, start[:, tf.newaxis] + columns, -1)
-            mask = decoder.geometry.mask(queries_at, keys_at)
+            looks = decoder.looks(queries_at, keys_at)
             here = (columns == loop.step)[:, tf.newaxis]
             reading = Reading(parts, queries_at, scan, tails, alone=True)
 
             def attend(layer: Layer, q: tf.Tensor, k: tf.Tensor, v: tf.Tensor) -> Partial:
-                fresh = decoder.attend_step(loop.fresh, layer, (k, v), here, mask, q)
+                fresh = decoder.attend_step(loop.fresh, layer, (k, v), here, looks, q)
                 return decoder.attend_cache(reading, layer, q, fresh)
 
-            x = tf.gather(weights.embedding, loop.token)[:, tf.newaxis]
+            x = decoder.embed(weights, loop.token[:, tf.newaxis], queries_at)
             x, new = decoder.layers(weights, x, queries_at, attend)
             fresh = Fresh(
                 *(tf.where(here, token, old) for token, old in zip(new, loop.fresh, strict=True))

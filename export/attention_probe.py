@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tfkv.export.decoder import PackedDecoder, Reading
 from tfkv.export.exact_tail import Tails
+from tfkv.export.layer_options import scoring_of
 from tfkv.export.layer_pools import Layer, Run
 from tfkv.export.page_pool import PagePool
 from tfkv.layers import attention, masks
@@ -70,12 +71,13 @@ class AttentionProbe:
             scores = tf.where(mine[:, tf.newaxis, tf.newaxis, tf.newaxis], found, scores)
         alone = _FRESH.scores(query, {"codes": key})
         scores = tf.where(own[:, tf.newaxis, tf.newaxis], alone, scores)
-        mask = decoder.geometry.mask(at, entries)
+        asked_at, scoring = position[:, tf.newaxis], scoring_of(decoder.config, layer)
+        mask = scoring.narrow(decoder.geometry.mask(asked_at, entries), asked_at, entries)
         if any(decoder.geometry.selects):
             mask = mask[:, tf.newaxis] & (
                 self._read(reading, query, entries, layer) | own[:, None, None]
             )
-        weights = attention.attention_weights(scores, mask)
+        weights = attention.attention_weights(scoring.between(asked_at, entries)(scores), mask)
         shape = [tf.size(position), decoder.config.num_query_heads, layout.entries]
         return tf.reshape(weights, shape), entries
 
@@ -91,7 +93,8 @@ class AttentionProbe:
         for pool in decoder.pools.pools:
             if not pool.selects:
                 continue
-            mine = Layer(layer, _row_in(pool, layer)[:, tf.newaxis], pool)
+            row = _row_in(pool, layer)[:, tf.newaxis]
+            mine = Layer(layer, row, pool, feed=row, sparse=False)
             chosen, _ = decoder.choose_pages(reading, mine, query)
             here = chosen[..., tf.newaxis] == tf.range(decoder.geometry.columns)
             some = tf.repeat(tf.reduce_any(here, axis=2), size, axis=-1)
@@ -115,11 +118,11 @@ class AttentionProbe:
         """Grouped query ``[B, K, G, H]`` and key ``[B, K, 1, H]`` of the token in its layer."""
         decoder, queries_at = self._decoder, reading.positions
         weights = decoder.read_weights()
-        angles = decoder.angles(queries_at)
-        mask = decoder.geometry.mask(queries_at, queries_at)
+        angles = decoder.turning.angles(queries_at)
+        looks = decoder.looks(queries_at, queries_at)
 
         def attend(at: Layer, q: tf.Tensor, k: tf.Tensor, v: tf.Tensor) -> Partial:
-            here = attention.attend(q, {"codes": k}, {"codes": v}, mask, _FRESH)
+            here = decoder.attend_fresh(at, q, {"codes": k}, {"codes": v}, looks)
             return decoder.attend_cache(reading, at, q, here)
 
         def body(
@@ -130,7 +133,7 @@ class AttentionProbe:
             query, key = tf.where(wanted, q, query), tf.where(wanted, k, key)
             return at + 1, keep_shape(after, x), query, key
 
-        x = tf.gather(weights.embedding, token)[:, tf.newaxis]
+        x = decoder.embed(weights, token[:, tf.newaxis], queries_at)
         config, rows = decoder.config, tf.size(token)
         heads, width = config.num_key_value_heads, config.head_dim
         query = tf.zeros([rows, heads, config.num_query_heads // heads, width])
@@ -160,7 +163,7 @@ class AttentionProbe:
         keys, codec = _keys(pool, table, layer), pool.codec.of_layers(layer)
         scores = codec.scores(codec.prepare(query), keys, columns=True)
         if decoder.geometry.cache.policy.furthest is not None:
-            looking = decoder.look_at_sinks(query, position[:, tf.newaxis])
+            looking = decoder.look_at_sinks(query, position[:, tf.newaxis], layer)
             sink = (entries < decoder.geometry.sinks)[:, tf.newaxis, tf.newaxis]
             at_sinks = codec.scores(codec.prepare(looking), keys, columns=True)
             scores = tf.where(sink, at_sinks, scores)

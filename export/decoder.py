@@ -15,7 +15,9 @@ from tfkv.export.bounded_pages import write_bounds
 from tfkv.export.exact_tail import ExactTail, Tails
 from tfkv.export.geometry import CacheGeometry
 from tfkv.export.kept_tokens import Evicted, KeptTokens
+from tfkv.export.layer_options import Angles, LayerAngles, scoring_of
 from tfkv.export.layer_pools import Layer, LayerPools, Run
+from tfkv.export.packed_blocks import PackedBlocks, Weights, read_weights
 from tfkv.export.packed_weights import PackedWeights
 from tfkv.export.page_groups import write_key_groups
 from tfkv.export.page_pool import Parts
@@ -23,9 +25,8 @@ from tfkv.export.page_scan import PageList, PageScan
 from tfkv.layers import attention, masks
 from tfkv.layers.attention import Partial
 from tfkv.layers.codecs import CacheCodec, Coded, FloatCodec
-from tfkv.layers.normalization import rms_normalize
 from tfkv.layers.policies import Quest
-from tfkv.layers.rotary import look_from, rotary_angles, rotate
+from tfkv.layers.rotary import steps_back, turn_grouped
 from tfkv.layers.shapes import keep_shape, shape_of
 
 _FRESH = FloatCodec("float32")
@@ -48,6 +49,20 @@ class Fresh(NamedTuple):
     queries: tf.Tensor
 
 
+class Looks(NamedTuple):
+    """Which of some keys some queries see, as far as all layers agree.
+
+    Attributes:
+        queries: int32 ``[A, T]``, their positions; −1 = none.
+        keys: int32 ``[A, S]``, likewise.
+        mask: bool ``[A, T, S]``.
+    """
+
+    queries: tf.Tensor
+    keys: tf.Tensor
+    mask: tf.Tensor
+
+
 class Reading(NamedTuple):
     """What the queries of a batch read of the cache.
 
@@ -64,15 +79,6 @@ class Reading(NamedTuple):
     scan: PageScan
     tails: Tails
     alone: bool
-
-
-class Weights(NamedTuple):
-    """`PackedWeights` read once for a computation."""
-
-    embedding: tf.Tensor
-    output: tf.Tensor
-    final_norm: tf.Tensor
-    stacked: dict[str, tf.Tensor]
 
 
 class PackedDecoder:
@@ -100,6 +106,8 @@ class PackedDecoder:
     ) -> None:
         self.config = config
         self.weights = weights
+        self.blocks = PackedBlocks(config)
+        self.turning = LayerAngles(config)
         self.pools = pools
         self.tail = tail
         self.kept = kept
@@ -108,14 +116,7 @@ class PackedDecoder:
 
     def read_weights(self) -> Weights:
         """All weights as tensors, for use inside loops."""
-        w = self.weights
-        names = ("qkv", "attention_output", "gate_up", "down", "attention_norm", "feedforward_norm")
-        return Weights(
-            w.embedding.read_value(),
-            w.output.read_value(),
-            w.final_norm.read_value(),
-            {name: getattr(w, name).read_value() for name in names},
-        )
+        return read_weights(self.weights)
 
     def read_cache(self) -> Parts:
         """The pools, and what is kept beside them, as tensors."""
@@ -139,8 +140,7 @@ class PackedDecoder:
     ) -> Partial:
         """Attention of grouped ``queries [B, K, Q, H]`` over pages, over what is kept exactly of
         the same rows, and over the tokens that `fresh` has seen already."""
-        parts, positions, scan, tails, alone = reading
-        codec, size = layer.codec, self.geometry.page_size
+        codec = layer.codec
         if codec.recent:
             fresh = attention.merge(fresh, self._attend_exact(reading, layer, queries))
         if self._furthest is not None:
@@ -150,6 +150,23 @@ class PackedDecoder:
         seen = fresh
         if codec.rotate:
             seen = attention.nothing(queries, codec.values.mixed_width(self.config.head_dim))
+        if reading.alone and layer.pool.selects:
+            seen = self._attend_selected(reading, layer, queries, prepared, seen)
+        else:
+            seen = self._attend_pages(reading, layer, prepared, seen)
+        if self.kept.evicts:
+            seen = self._attend_kept(reading, layer, prepared, seen)
+        if not codec.rotate:
+            return seen
+        return attention.merge(fresh, seen._replace(output=codec.finish(seen.output)))
+
+    def _attend_pages(
+        self, reading: Reading, layer: Layer, prepared: tf.Tensor, seen: Partial
+    ) -> Partial:
+        """`seen`, and all pages of the rows; the output unfinished."""
+        parts, positions, scan, tails, _ = reading
+        codec, size = layer.codec, self.geometry.page_size
+        scoring = scoring_of(self.config, layer.number)
 
         def of_several(so_far: Partial, pages: PageList) -> Partial:
             keys = pages.bases[:, tf.newaxis] + tf.range(size)
@@ -164,8 +181,10 @@ class PackedDecoder:
             every = tf.broadcast_to(keys[:, tf.newaxis], tf.shape(stored))
             visible &= self._coded(codec, positions, every, scan.start, tails)
             visible &= self._asked_here(every)
+            visible = scoring.narrow(visible, positions, keys[:, tf.newaxis])
+            apart = scoring.between(positions, keys[:, tf.newaxis])
             coded = layer.pool.gather(parts, pages.pages, layer.row)
-            return attention.attend_shared(so_far, prepared, *coded, visible, codec)
+            return attention.attend_shared(so_far, prepared, *coded, visible, codec, apart)
 
         def of_one(so_far: Partial, pages: PageList) -> Partial:
             owned = tf.maximum(pages.owners, 0)
@@ -179,22 +198,15 @@ class PackedDecoder:
             of_owners = Tails(*(tf.gather(field, owned) for field in tails))
             mask &= self._coded(codec, asked_at, keys, tf.gather(scan.start, owned), of_owners)
             mask &= self._asked_here(keys)
+            mask, apart = scoring.narrow(mask, asked_at, keys), scoring.between(asked_at, keys)
             coded = layer.pool.gather(parts, pages.pages, layer.row)
             asked = tf.gather(prepared, owned)
-            return attention.attend_owned(so_far, asked, *coded, mask, codec, pages.owners)
+            return attention.attend_owned(so_far, asked, *coded, mask, codec, pages.owners, apart)
 
-        if alone and layer.pool.selects:
-            seen = self._attend_selected(reading, layer, queries, prepared, seen)
-        else:
-            # One row has nobody to share with: a loop less to compile.
-            if queries.shape[0] != 1:
-                seen = self._over(scan.shared, seen, of_several)
-            seen = self._over(scan.own, seen, of_one)
-        if self.kept.evicts:
-            seen = self._attend_kept(reading, layer, prepared, seen)
-        if not codec.rotate:
-            return seen
-        return attention.merge(fresh, seen._replace(output=codec.finish(seen.output)))
+        # One row has nobody to share with: a loop less to compile.
+        if prepared.shape[0] != 1:
+            seen = self._over(scan.shared, seen, of_several)
+        return self._over(scan.own, seen, of_one)
 
     def _attend_kept(
         self, reading: Reading, layer: Layer, prepared: tf.Tensor, seen: Partial
@@ -236,6 +248,7 @@ class PackedDecoder:
         codec = layer.pool.codec
         rows, heads, grouped, asked_width = shape_of(prepared)
         asked_of = tf.reshape(prepared, [rows * heads, 1, grouped, asked_width])
+        scoring = scoring_of(self.config, layer.number)
 
         def see(so_far: Partial, some: PageList) -> Partial:
             owned = tf.maximum(some.owners, 0)
@@ -245,8 +258,10 @@ class PackedDecoder:
             mask = self.geometry.mask(asked_at, held)
             of_owners = Tails(*(tf.gather(field, row) for field in tails))
             mask &= self._coded(codec, asked_at, held, tf.gather(scan.start, row), of_owners)
-            asked = tf.gather(asked_of, owned)
-            return attention.attend_owned(so_far, asked, keys, values, mask, codec, some.owners)
+            mask = scoring.narrow(mask, asked_at, held)
+            apart = scoring.of_owners(owned % heads).between(asked_at, held)
+            coded, asked = (keys, values), tf.gather(asked_of, owned)
+            return attention.attend_owned(so_far, asked, *coded, mask, codec, some.owners, apart)
 
         lead = [rows * heads, 1, grouped]
         by_head = Partial(
@@ -310,14 +325,16 @@ class PackedDecoder:
         held = tf.where(tail.holds(codec, tails, scan.start, held), held, -1)
         mask = self.geometry.mask(positions, held)
         mask &= masks.exact(positions, held, codec.recent, codec.sinks)
+        scoring = scoring_of(self.config, layer.number)
+        mask, apart = scoring.narrow(mask, positions, held), scoring.between(positions, held)
         found = tail.gather(parts["exact"], tails, layer.number)
         keys, values = ({"codes": side} for side in found)
         here = self._asked_here(held)
-        near = attention.attend(queries, keys, values, mask & here, _FRESH)
+        near = attention.attend(queries, keys, values, mask & here, _FRESH, scoring=apart)
         if self._furthest is None:
             return near
-        looking = self.look_at_sinks(queries, positions)
-        sinks = attention.attend(looking, keys, values, mask & ~here, _FRESH)
+        looking = self.look_at_sinks(queries, positions, layer.number)
+        sinks = attention.attend(looking, keys, values, mask & ~here, _FRESH, scoring=apart)
         return attention.merge(near, sinks)
 
     @property
@@ -325,10 +342,14 @@ class PackedDecoder:
         """See `CachePolicy.furthest`."""
         return self.geometry.cache.policy.furthest
 
-    def look_at_sinks(self, queries: tf.Tensor, positions: tf.Tensor) -> tf.Tensor:
-        """Queries as they look at the sinks, where those are looked at from elsewhere."""
-        wavelength = self.config.rope_max_wavelength
-        return look_from(queries, positions, self._furthest or 0, wavelength)
+    def look_at_sinks(
+        self, queries: tf.Tensor, positions: tf.Tensor, number: tf.Tensor
+    ) -> tf.Tensor:
+        """Queries of layer `number` as they look at the sinks, where those are looked at from
+        elsewhere."""
+        back = steps_back(positions, self._furthest or 0)
+        angles = self.turning.of_layer(self.turning.angles(back, once=True), number)
+        return queries if angles is None else turn_grouped(queries, *angles)
 
     def _asked_here(self, keys: tf.Tensor) -> tf.Tensor | bool:
         """Whether ``keys [..., S]`` are looked at from the queries' own positions, bool
@@ -340,7 +361,8 @@ class PackedDecoder:
     def _attend_sinks(self, reading: Reading, layer: Layer, queries: tf.Tensor) -> Partial:
         """Attention over the sinks on pages, looked at from elsewhere."""
         parts, positions, scan, tails, _ = reading
-        looking = self.look_at_sinks(queries, positions)
+        looking = self.look_at_sinks(queries, positions, layer.number)
+        scoring = scoring_of(self.config, layer.number)
         codec, size = layer.codec, self.geometry.page_size
         seen = attention.nothing(queries)
         for index, pages in enumerate(tf.unstack(scan.sinks, axis=1)):
@@ -348,8 +370,9 @@ class PackedDecoder:
             keys = tf.where(keys < scan.start[:, tf.newaxis], keys, -1)
             mask = self.geometry.mask(positions, keys) & ~self._asked_here(keys)
             mask &= self._coded(codec, positions, keys, scan.start, tails)
+            mask, apart = scoring.narrow(mask, positions, keys), scoring.between(positions, keys)
             coded = layer.pool.gather(parts, pages, layer.row)
-            part = attention.attend(looking, *coded, mask, codec, columns=True)
+            part = attention.attend(looking, *coded, mask, codec, columns=True, scoring=apart)
             seen = attention.merge(seen, part)
         return seen
 
@@ -451,7 +474,7 @@ class PackedDecoder:
         Returns:
             Output ``[A, T, D]`` before the final norm, and the new keys and values.
         """
-        angles = self.angles(positions)
+        angles = self.turning.angles(positions)
 
         def body(
             run: Run, number: tf.Tensor, x: tf.Tensor, *made: tf.TensorArray
@@ -480,16 +503,12 @@ class PackedDecoder:
             keys, values, queries[0] if queries else self._no_queries(shape_of(x)[0], width)
         )
 
-    def angles(self, positions: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """What `block` rotates tokens at ``positions [A, T]`` by."""
-        return rotary_angles(positions, self.config.head_dim, self.config.rope_max_wavelength)
-
     def block(
         self,
         weights: Weights,
         layer: Layer,
         x: tf.Tensor,
-        angles: tuple[tf.Tensor, tf.Tensor],
+        angles: Angles,
         attend: Attend,
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
         """One decoder block; see `layers`.
@@ -497,40 +516,28 @@ class PackedDecoder:
         Returns:
             Output ``[A, T, D]``, grouped queries, keys and values of the tokens.
         """
-        heads = self.config.num_query_heads
-        w = {name: value[layer.number] for name, value in weights.stacked.items()}
-        q, k, v = self._project(w, x, angles)
-        q = attention.group_queries(q, self.config.num_key_value_heads)
+        c, block = self.config, self.blocks
+        w = block.weights_of(weights, layer)
+        q, k, v = block.project(w, x, self.turning.of_layer(angles, layer.number))
+        q = attention.group_queries(q, c.num_key_value_heads, c.query_scale)
         k, v = (tf.transpose(new, [0, 2, 1, 3]) for new in (k, v))
         if not layer.pool.codec.recent:  # else read exactly: tokens of one call are near
             codec = layer.codec
             k, v = codec.keys.round_trip(k), codec.values.round_trip(v)
-        seen = attention.concatenate_heads(attend(layer, q, k, v), heads)
-        after = x + _linear(seen, w["attention_output"])
-        return after + self._feed_forward(w, after), q, k, v
+        seen = attention.concatenate_heads(attend(layer, q, k, v), c.num_query_heads)
+        attended = block.attention_output(w, seen)
+        if c.parallel_residual:
+            return x + attended + block.feed_forward(w, x, layer.sparse), q, k, v
+        after = x + attended
+        return after + block.feed_forward(w, after, layer.sparse), q, k, v
 
-    def _project(
-        self, w: dict[str, tf.Tensor], x: tf.Tensor, angles: tuple[tf.Tensor, tf.Tensor]
-    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Queries ``[A, T, N, H]``, keys and values ``[A, T, K, H]``, rotated."""
-        c = self.config
-        heads = [c.num_query_heads, c.num_key_value_heads, c.num_key_value_heads]
-        normal = rms_normalize(x, w["attention_norm"], c.rms_epsilon)
-        fused = _linear(normal, w["qkv"])
-        q, k, v = tf.split(
-            tf.reshape(fused, [*shape_of(x)[:2], sum(heads), c.head_dim]), heads, axis=2
-        )
-        return rotate(q, *angles), rotate(k, *angles), v
-
-    def _feed_forward(self, w: dict[str, tf.Tensor], x: tf.Tensor) -> tf.Tensor:
-        normal = rms_normalize(x, w["feedforward_norm"], self.config.rms_epsilon)
-        gate, up = tf.split(_linear(normal, w["gate_up"]), 2, axis=-1)
-        return _linear(tf.nn.silu(gate) * up, w["down"])
+    def embed(self, weights: Weights, tokens: tf.Tensor, positions: tf.Tensor) -> tf.Tensor:
+        """See `PackedBlocks.embed`."""
+        return self.blocks.embed(weights, tokens, positions)
 
     def logits(self, weights: Weights, x: tf.Tensor) -> tf.Tensor:
         """Logits ``[..., V]`` of block outputs ``[..., D]``."""
-        normal = rms_normalize(x, weights.final_norm, self.config.rms_epsilon)
-        return _linear(normal, weights.output)
+        return self.blocks.logits(weights, x)
 
     def no_fresh(self, rows: int | tf.Tensor, width: int) -> Fresh:
         """Room for `width` tokens of `rows` rows."""
@@ -549,7 +556,7 @@ class PackedDecoder:
         layer: Layer,
         new: tuple[tf.Tensor, tf.Tensor],
         here: tf.Tensor,
-        mask: tf.Tensor,
+        looks: Looks,
         q: tf.Tensor,
     ) -> Partial:
         """Attention of one token over its own, and over those that went before it in `fresh`.
@@ -559,14 +566,27 @@ class PackedDecoder:
             layer: Which layer.
             new: The token's keys and values, without the layer axis, T = 1.
             here: bool ``[T, 1]``, the token's place in `fresh`.
-            mask: bool ``[B, 1, T]``.
+            looks: From the token to all of `fresh`.
             q: Grouped queries.
         """
         keys, values = (
             {"codes": tf.where(here, token, old[layer.number])}
             for token, old in zip(new, fresh[:2], strict=True)
         )
-        return attention.attend(q, keys, values, mask, _FRESH)
+        return self.attend_fresh(layer, q, keys, values, looks)
+
+    def looks(self, queries: tf.Tensor, keys: tf.Tensor) -> Looks:
+        """Of queries at positions ``[A, T]`` at keys ``[A, S]``."""
+        return Looks(queries, keys, self.geometry.mask(queries, keys))
+
+    def attend_fresh(
+        self, layer: Layer, q: tf.Tensor, keys: Coded, values: Coded, looks: Looks
+    ) -> Partial:
+        """Attention of grouped queries over tokens that are not on pages yet."""
+        scoring, (queries_at, keys_at, mask) = scoring_of(self.config, layer.number), looks
+        mask = scoring.narrow(mask, queries_at, keys_at)
+        apart = scoring.between(queries_at, keys_at)
+        return attention.attend(q, keys, values, mask, _FRESH, scoring=apart)
 
     def prefill_piece(
         self,
@@ -599,13 +619,13 @@ class PackedDecoder:
         scan = self.scan(table[tf.newaxis], start[tf.newaxis], tails.floor, tf.constant([True]))
         queries_at = positions[tf.newaxis]
         reading = Reading(parts, queries_at, scan, tails, alone)
-        mask = self.geometry.mask(queries_at, queries_at)
+        looks = self.looks(queries_at, queries_at)
 
         def attend(layer: Layer, q: tf.Tensor, k: tf.Tensor, v: tf.Tensor) -> Partial:
-            here = attention.attend(q, {"codes": k}, {"codes": v}, mask, _FRESH)
+            here = self.attend_fresh(layer, q, {"codes": k}, {"codes": v}, looks)
             return self.attend_cache(reading, layer, q, here)
 
-        x = tf.gather(weights.embedding, tokens)[tf.newaxis]
+        x = self.embed(weights, tokens[tf.newaxis], queries_at)
         x, fresh = self.layers(weights, x, queries_at, attend)
         table, filled = table[tf.newaxis], filled[tf.newaxis]
         parts = self.commit(parts, fresh, table, queries_at, filled, tails)
@@ -664,14 +684,3 @@ class PackedDecoder:
         for pool in self.pools.pools:
             parts = write_bounds(pool, self.geometry, parts, table, positions)
         return parts
-
-
-def _linear(x: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
-    """``x [..., in]`` times ``weight [out, in]``.
-
-    One matrix product: left to itself, a product with a batch axis would repeat the weights
-    for each row.
-    """
-    *lead, width = shape_of(x)
-    flat = tf.matmul(tf.reshape(x, [-1, width]), weight, transpose_b=True)
-    return tf.reshape(flat, [*lead, weight.shape[0]])

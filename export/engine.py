@@ -183,6 +183,17 @@ class Engine(tf.Module):
         served = (answer.status == Status.OK) & (admission.first == rows)
         self.sessions.renew(admission.slot, served, admission.now_ms, request.ttl_ms, request.pin)
 
+    def held(self, names: Names) -> tf.Tensor:
+        """Tokens that sessions hold, int32 ``[B]``; 0 where there is none."""
+
+        def look() -> tf.Tensor:
+            self.sessions.reap()
+            found = tf.cast(self.sessions.find(names), tf.int32)
+            held = tf.gather(self.history.held.read(), tf.maximum(found, 0))
+            return tf.where(found < 0, 0, held)
+
+        return self.sessions.locked(look)
+
     def truncate(self, names: Names, position: tf.Tensor) -> tuple[tf.Tensor, ...]:
         """Rolls sessions back. Returns tokens held, status and detail, int32 ``[B]`` each."""
         zeros = tf.zeros_like(position)

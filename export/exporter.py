@@ -18,6 +18,7 @@ from tfkv.errors import ExportError
 from tfkv.export.engine import Engine
 from tfkv.export.importers import ModelSource, load
 from tfkv.export.signatures import build_signatures
+from tfkv.export.text_signature import text_face
 from tfkv.export.verification import verify
 from tfkv.export.warmup import write_warmup
 from tfkv.layers.cache_spec import CacheSpec
@@ -30,6 +31,7 @@ from tfkv.manifest import (
     WARMUP_PATH,
     Manifest,
     signature_table,
+    text_signature,
 )
 
 #: Called with the stage, what is done of it, and how much there is.
@@ -141,9 +143,13 @@ def _write(
     report("export", 0, steps)
     fingerprint = _fingerprint(model, config, tables)
     engine = Engine(model.config, model.weights, config, fingerprint, tables)
-    table = signature_table(config, model.stop_tokens[:MAX_STOP_TOKENS], engine.pools.page_bytes)
+    stops = model.stop_tokens[:MAX_STOP_TOKENS]
+    table = signature_table(config, stops, engine.pools.page_bytes)
+    face = text_face(model)
+    if face is not None:
+        table["generate_text"] = text_signature()
     report("export", 1, steps)
-    engine.served = build_signatures(engine, table)
+    engine.served = build_signatures(engine, table, face)
     tf.saved_model.save(engine, str(stage), signatures=dict(engine.served))
     report("export", 2, steps)
     extra = stage / pathlib.Path(MANIFEST_PATH).parent

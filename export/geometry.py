@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfkv.config import DecoderConfig, EngineConfig, described
 from tfkv.errors import ConfigError
 from tfkv.layers import masks, page_bounds
+from tfkv.layers.cache_fit import check_fit
 from tfkv.layers.cache_spec import CacheSpec
 from tfkv.layers.codecs import CacheCodec
 from tfkv.layers.entry_layout import EntryLayout
@@ -54,6 +55,7 @@ class CacheGeometry:
                 their codec.
         """
         cache, codecs = _of_layers(model, engine)
+        _check_positions(model, cache)
         asked = described(engine.cache, engine.layer_caches)
         page = engine.page_size
         # A page of slack at least: a window that straddles pages must not meet itself.
@@ -238,6 +240,21 @@ def _selecting(model: DecoderConfig, engine: EngineConfig, cache: CacheSpec) -> 
     heads = model.num_key_value_heads
     of_layers = (policy.at_layer(n, model.num_layers, heads, None) for n in range(model.num_layers))
     return tuple(one.selects for one in of_layers)
+
+
+def _check_positions(model: DecoderConfig, cache: CacheSpec) -> None:
+    """Refuses a policy that relies on positions which the model does not have.
+
+    Raises:
+        ConfigError: It does.
+    """
+    check_fit(cache, model.positions.kind)
+    if cache.policy.extrapolates and len(set(model.rope_of_layers)) > 1:
+        raise ConfigError(
+            f"{cache.policy.name!r} foresees how queries turn, and the layers of this model turn "
+            "them differently, which an artifact judges in one loop. Received: "
+            f"cache={str(cache)!r}. Choose 'snapkv', 'tova' or 'key_diff'; a Keras model takes it."
+        )
 
 
 def _of_layers(

@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfkv.config import DecoderConfig, EngineConfig
 from tfkv.errors import ConfigError
 from tfkv.export.geometry import CacheGeometry
+from tfkv.export.layer_options import scoring_of
 from tfkv.export.page_pool import Parts, rows_of_tokens, scatter_rows
 from tfkv.export.page_scan import PageList
 from tfkv.export.transient import TransientVariable
@@ -337,7 +338,8 @@ class KeptTokens:
             asked_at=asked - 1,
             mass=tf.zeros_like(positions[tf.newaxis], tf.float32),
             output_kernel=tf.reshape(projection, [heads, group, config.head_dim, -1]),
-            rope_max_wavelength=config.rope_max_wavelength,
+            rope=config.rope(0),
+            scoring=scoring_of(config, layer),
         )
         worth = self.policy.worth(seen)[0]
         best = tf.math.top_k(worth, self.most * self.size)

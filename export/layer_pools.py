@@ -19,11 +19,15 @@ class Layer(NamedTuple):
         number: int32, which layer of the model.
         row: int32, which layer of its pool.
         pool: Where its keys and values lie.
+        feed: int32, which of the layers with a feed-forward layer of its kind.
+        sparse: Whether that is a mixture of experts.
     """
 
     number: tf.Tensor
     row: tf.Tensor
     pool: PagePool
+    feed: tf.Tensor
+    sparse: bool
 
     @property
     def codec(self) -> CacheCodec:
@@ -32,22 +36,30 @@ class Layer(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Neighbouring layers that share a pool; as many as there are.
+    """Neighbouring layers that share a pool and a kind of feed-forward layer; as many as there are.
 
     Attributes:
         first: The first of them.
         end: One past the last.
         pool: Where their keys and values lie.
+        feed: Which of the layers with its kind of feed-forward layer the first one is.
+        sparse: Whether that is a mixture of experts.
     """
 
     first: int
     end: int
     pool: PagePool
+    feed: int
+    sparse: bool
 
     def layer(self, number: tf.Tensor) -> Layer:
         """One of them."""
-        skipped = self.first - self.pool.layers.index(self.first)
-        return Layer(number, number - skipped if skipped else number, self.pool)
+
+        def less(skipped: int) -> tf.Tensor:
+            return number - skipped if skipped else number
+
+        row = less(self.first - self.pool.layers.index(self.first))
+        return Layer(number, row, self.pool, less(self.first - self.feed), self.sparse)
 
 
 class LayerPools:
@@ -65,7 +77,7 @@ class LayerPools:
 
     Attributes:
         pools: One for each codec and way to read, in the order of their first layers.
-        runs: All layers in order, cut where the pool changes.
+        runs: All layers in order, cut where the pool changes, or the kind of feed-forward layer.
     """
 
     def __init__(
@@ -87,9 +99,17 @@ class LayerPools:
             for number, ((codec, some), own) in enumerate(layers.items())
         }
         self.pools = tuple(of_kind.values())
-        cuts = [n for n in range(1, len(kinds)) if kinds[n] != kinds[n - 1]]
+        sparse = [config.experts_of(layer) is not None for layer in range(len(codecs))]
+        cut_by = list(zip(kinds, sparse, strict=True))
+        cuts = [n for n in range(1, len(kinds)) if cut_by[n] != cut_by[n - 1]]
         self.runs = tuple(
-            Run(first, end, of_kind[kinds[first]])
+            Run(
+                first,
+                end,
+                of_kind[kinds[first]],
+                sparse[:first].count(sparse[first]),
+                sparse[first],
+            )
             for first, end in zip([0, *cuts], [*cuts, len(kinds)], strict=True)
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -12,42 +12,118 @@ from tfkv.config import DecoderConfig
 #: Weights are served in float32.
 BYTES_PER_WEIGHT = 4
 
+_HEADS = ("query", "key", "value")
+#: Vectors of a block that are stacked as they are, where it has them.
+_VECTORS = (
+    "attention_output_bias",
+    "query_norm",
+    "key_norm",
+    "attention_norm",
+    "attention_norm_bias",
+    "feedforward_norm",
+    "feedforward_norm_bias",
+    "post_attention_norm",
+    "post_attention_norm_bias",
+    "post_feedforward_norm",
+    "post_feedforward_norm_bias",
+)
+
 
 class PackedWeights(tf.Module):
     """A decoder's weights as few large matrices, stacked by layer.
 
     Query, key and value are one product, and so are gate and up. Matrices are kept as
     ``[out, in]``: XLA on the CPU reads them in order in a matrix-vector product. Layers are
-    stacked, so that one loop body serves all of them and compiles in a second.
+    stacked, so that one loop body serves all of them and compiles in a second. Feed-forward
+    layers are stacked apart from mixtures of experts, where a model has both.
 
     Args:
         config: Architecture.
         weights: Canonical weights, see `tfkv.export.importers`.
+
+    Attributes:
+        embedding: ``[V, D]``.
+        output: ``[V, D]``, the same where tied.
+        outer: Other weights beside the blocks, by canonical name.
+        stacked: Those of the blocks by packed name, layers first.
     """
 
     def __init__(self, config: DecoderConfig, weights: Mapping[str, np.ndarray]) -> None:
         super().__init__(name="weights")
-        layers = range(config.num_layers)
-
-        def stack(make) -> tf.Variable:  # type: ignore[no-untyped-def]
-            return _constant(np.stack([make(f"layers/{i}/") for i in layers]))
-
-        def by_head(name: str, prefix: str) -> np.ndarray:
-            return weights[prefix + name].reshape(config.hidden_dim, -1).T
-
         self.embedding = _constant(weights["token_embedding"])
-        self.qkv = stack(
-            lambda p: np.concatenate([by_head(name, p) for name in ("query", "key", "value")])
-        )
-        self.attention_output = stack(
-            lambda p: weights[p + "attention_output"].reshape(-1, config.hidden_dim).T
-        )
-        self.gate_up = stack(lambda p: np.concatenate([weights[p + "gate"].T, weights[p + "up"].T]))
-        self.down = stack(lambda p: weights[p + "down"].T)
-        self.attention_norm = stack(lambda p: weights[p + "attention_norm"])
-        self.feedforward_norm = stack(lambda p: weights[p + "feedforward_norm"])
-        self.final_norm = _constant(weights["final_norm"])
         self.output = self.embedding if config.tie_embeddings else _constant(weights["output"])
+        apart = ("token_embedding", "output")
+        self.outer = {
+            name: _constant(value)
+            for name, value in weights.items()
+            if not name.startswith("layers/") and name not in apart
+        }
+        blocks = [_block(weights, layer) for layer in range(config.num_layers)]
+        sparse = [block for block in blocks if "router" in block]
+        dense = [block for block in blocks if "router" not in block]
+        kinds = ((blocks, _attention), (dense, _feed_forward), (sparse, _experts))
+        self.stacked = {
+            name: variable
+            for own, pack in kinds
+            for name, variable in _stacked([pack(block) for block in own]).items()
+        }
+
+
+Block = Mapping[str, np.ndarray]
+
+
+def _block(weights: Mapping[str, np.ndarray], layer: int) -> Block:
+    prefix = f"layers/{layer}/"
+    return {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
+
+
+def _attention(block: Block) -> Block:
+    """Of a block, with all of its norms."""
+    width = block["query"].shape[0]
+    packed = {
+        "qkv": np.concatenate([block[name].reshape(width, -1).T for name in _HEADS]),
+        "attention_output": block["attention_output"].reshape(-1, width).T,
+    }
+    if "query_bias" in block:
+        biases = [block[f"{name}_bias"].reshape(-1) for name in _HEADS]
+        packed["qkv_bias"] = np.concatenate(biases)
+    return packed | {name: block[name] for name in _VECTORS if name in block}
+
+
+def _feed_forward(block: Block) -> Block:
+    inner = ("gate", "up") if "gate" in block else ("up",)
+    packed = {
+        "gate_up": np.concatenate([block[name].T for name in inner]),
+        "down": block["down"].T,
+    }
+    if "down_bias" in block:
+        packed["gate_up_bias"] = np.concatenate([block[f"{name}_bias"] for name in inner])
+        packed["down_bias"] = block["down_bias"]
+    return packed
+
+
+def _experts(block: Block) -> Block:
+    def turned(name: str) -> np.ndarray:
+        return np.swapaxes(block[name], -1, -2)
+
+    def gate_up(kind: str) -> np.ndarray:
+        return np.concatenate([turned(f"{kind}_gate"), turned(f"{kind}_up")], axis=-2)
+
+    packed = {
+        "router": turned("router"),
+        "expert_gate_up": gate_up("expert"),
+        "expert_down": turned("expert_down"),
+    }
+    if "shared_router" in block:
+        packed["shared_router"] = turned("shared_router")
+        packed["shared_gate_up"] = gate_up("shared")
+        packed["shared_down"] = turned("shared_down")
+    return packed
+
+
+def _stacked(blocks: Sequence[Block]) -> dict[str, tf.Variable]:
+    names = blocks[0] if blocks else ()
+    return {name: _constant(np.stack([block[name] for block in blocks])) for name in names}
 
 
 def _constant(value: np.ndarray) -> tf.Variable:

@@ -11,6 +11,7 @@ from tfkv.export.engine import Engine
 from tfkv.export.page_copies import Piece
 from tfkv.export.rows import DECODE, GENERATE, SCORE, Answer, Request
 from tfkv.export.session_table import Names
+from tfkv.export.text_signature import TextFace, text_body
 from tfkv.export.transient import unique_name
 from tfkv.manifest import MAX_STOP_TOKENS, SignatureSpec, TensorSpec
 
@@ -38,13 +39,14 @@ _FIELD_OF = {("score", "logprobs"): "scores", ("score", "count"): "taken"}
 
 
 def build_signatures(
-    engine: Engine, table: dict[str, SignatureSpec]
+    engine: Engine, table: dict[str, SignatureSpec], face: TextFace | None = None
 ) -> dict[str, tf.types.experimental.PolymorphicFunction]:
     """One traced function for each signature of the contract.
 
     Args:
         engine: What they run.
         table: The contract, `tfkv.manifest.signature_table`.
+        face: For ``generate_text``, where the table has it.
 
     Returns:
         Signature name to a function whose input signature is the contract's.
@@ -78,6 +80,8 @@ def build_signatures(
         ),
     )
     bodies["close"] = lambda inputs: _row_answer(engine, engine.close(_names(inputs)))
+    if face is not None:
+        bodies["generate_text"] = text_body(engine, face, bodies["generate"])
     bodies["stats"] = lambda inputs: engine.stats.read(tf.size(inputs["session_id"]))
     return {name: _signature(spec, bodies[name], name) for name, spec in table.items()}
 

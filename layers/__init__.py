@@ -16,6 +16,8 @@ _MODULES = {
     "DenseStore": "dense_store",
     "EntryLayout": "entry_layout",
     "EvictingStore": "evicting_store",
+    "Experts": "experts",
+    "LayerNorm": "layer_norm",
     "RMSNorm": "rms_norm",
     "layer_caches": "per_layer",
 }
@@ -28,6 +30,8 @@ __all__ = [
     "DenseStore",
     "EntryLayout",
     "EvictingStore",
+    "Experts",
+    "LayerNorm",
     "RMSNorm",
     "layer_caches",
 ]

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tfkv.layers.codecs.codec import Coded, Dots
+from tfkv.layers.scoring import PLAIN, Scoring
 from tfkv.layers.shapes import shape_of
 
 #: Stands for minus infinity: exp of it is 0, and it can be subtracted from itself.
@@ -36,8 +37,10 @@ class Partial(NamedTuple):
     output: tf.Tensor
 
 
-def group_queries(queries: tf.Tensor, num_key_value_heads: int) -> tf.Tensor:
-    """``[A, T, N, H]`` to ``[A, K, Q, H]`` with Q = G·T, scaled by 1/√H.
+def group_queries(
+    queries: tf.Tensor, num_key_value_heads: int, scale: float | None = None
+) -> tf.Tensor:
+    """``[A, T, N, H]`` to ``[A, K, Q, H]`` with Q = G·T, multiplied by `scale`, or by 1/√H.
 
     Query heads that share a KV head become rows of one product; KV heads are never
     repeated.
@@ -47,7 +50,7 @@ def group_queries(queries: tf.Tensor, num_key_value_heads: int) -> tf.Tensor:
     grouped = tf.reshape(queries, [batch, width, num_key_value_heads, group, head_dim])
     grouped = tf.transpose(grouped, [0, 2, 3, 1, 4])
     grouped = tf.reshape(grouped, [batch, num_key_value_heads, group * width, head_dim])
-    return grouped * tf.cast(head_dim**-0.5, queries.dtype)
+    return grouped * tf.cast(head_dim**-0.5 if scale is None else scale, queries.dtype)
 
 
 def ungroup_output(output: tf.Tensor, num_query_heads: int) -> tf.Tensor:
@@ -67,6 +70,7 @@ def attend(
     mask: tf.Tensor,
     codec: Dots,
     columns: bool = False,
+    scoring: Scoring = PLAIN,
 ) -> Partial:
     """Attention of grouped queries over one part of the keys.
 
@@ -78,16 +82,23 @@ def attend(
             differ; Q is a multiple of T.
         codec: How keys and values are written.
         columns: Whether keys lie a token a column; see `Codec.scores`.
+        scoring: What becomes of scores, with the distances that belong to `mask`.
     """
-    seen = _attend(codec.prepare(queries), keys, values, mask, codec, columns)
+    seen = _attend(codec.prepare(queries), keys, values, mask, codec, columns, scoring)
     return seen._replace(output=codec.finish(seen.output))
 
 
 def _attend(
-    queries: tf.Tensor, keys: Coded, values: Coded, mask: tf.Tensor, codec: Dots, columns: bool
+    queries: tf.Tensor,
+    keys: Coded,
+    values: Coded,
+    mask: tf.Tensor,
+    codec: Dots,
+    columns: bool,
+    scoring: Scoring,
 ) -> Partial:
     """As `attend`, of queries that the codec has prepared, and with an output to be finished."""
-    scores = codec.scores(queries, keys, columns)
+    scores = scoring(codec.scores(queries, keys, columns))
     mask = _spread(mask, scores)
     # Masked before exp as well as after: a hidden score far above the peak would overflow,
     # and 0 times its infinite slope is NaN when trained.
@@ -123,6 +134,7 @@ def attend_owned(
     mask: tf.Tensor,
     codec: Dots,
     owners: tf.Tensor,
+    scoring: Scoring = PLAIN,
 ) -> Partial:
     """What rows have seen so far, and several pages more of each; the same as to `attend` to
     each page and to `merge`, in fewer operations.
@@ -136,9 +148,10 @@ def attend_owned(
         mask: bool ``[A, T, C]``; Q is a multiple of T.
         codec: How keys and values are written.
         owners: int32 ``[A]``, row of each page; −1 = nobody's.
+        scoring: What becomes of scores, with the distances that belong to `mask`.
     """
     owned = tf.range(shape_of(so_far.peak)[0])[:, tf.newaxis] == owners
-    scores = codec.scores(queries, keys, columns=True)
+    scores = scoring(codec.scores(queries, keys, columns=True))
     mask = _spread(mask & (owners >= 0)[:, tf.newaxis, tf.newaxis], scores)
     scores = tf.where(mask, scores, _FLOOR)
     peaks = tf.where(
@@ -168,6 +181,7 @@ def attend_shared(
     values: Coded,
     mask: tf.Tensor,
     codec: Dots,
+    scoring: Scoring = PLAIN,
 ) -> Partial:
     """What rows have seen so far, and pages that several of them read: each page is read once,
     by the queries of all rows.
@@ -180,6 +194,7 @@ def attend_shared(
         values: Coded values, parts ``[A, K, C, ...]``.
         mask: bool ``[A, B, T, C]``; Q is a multiple of T.
         codec: How keys and values are written.
+        scoring: What becomes of scores, with the distances that belong to `mask`.
     """
     rows, heads, grouped, head_dim = shape_of(queries)
     pages, _, width, size = shape_of(mask)
@@ -196,7 +211,10 @@ def attend_shared(
     asked = tf.reshape(tf.transpose(asked, [1, 2, 0, 3, 4]), [1, heads, rows * grouped, head_dim])
     asked = tf.tile(asked, [pages, 1, 1, 1])
     seen = tf.reshape(mask, [pages, rows * width, size])
-    part = _attend(asked, keys, values, seen, codec, columns=True)
+    if scoring.distances is not None:
+        flat = tf.reshape(scoring.distances, [pages, rows * width, size])
+        scoring = scoring._replace(distances=flat)
+    part = _attend(asked, keys, values, seen, codec, True, scoring)
     peak = tf.reduce_max(part.peak, axis=0)
     share = tf.exp(part.peak - peak)
     whole = Partial(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -9,17 +10,22 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from tfkv.architecture import Rope, read
 from tfkv.errors import CacheError, ConfigError
 from tfkv.layers import attention, masks
+from tfkv.layers.cache_fit import check_fit
 from tfkv.layers.cache_spec import CacheSpec
 from tfkv.layers.cache_view import CacheView
 from tfkv.layers.codecs import CODECS, CacheCodec, Codec, Coded
 from tfkv.layers.codecs.codec import code_of_heads
 from tfkv.layers.dense_store import DenseStore
 from tfkv.layers.evicting_store import Asked, EvictingStore, Weighing
+from tfkv.layers.normalization import rms_normalize
 from tfkv.layers.positions import consecutive_positions, first_position
 from tfkv.layers.ragged_store import RaggedStore
+from tfkv.layers.rms_norm import RMSNorm
 from tfkv.layers.rotary import look_from, rotary_angles, rotate
+from tfkv.layers.scoring import Scoring, grouped_slopes
 from tfkv.layers.store import State
 from tfkv.layers.stores import make_store
 
@@ -35,6 +41,7 @@ class _Chunk(NamedTuple):
         positions: int32 ``[B, T]``; −1 = padding.
         exact: Keys and values as they are, float32 ``[B, K, T, H]``.
         coded: Keys and values as the codec writes them.
+        scoring: Of the layer.
         alone: Whether it is a token that was given alone.
     """
 
@@ -42,6 +49,7 @@ class _Chunk(NamedTuple):
     positions: tf.Tensor
     exact: tuple[tf.Tensor, tf.Tensor]
     coded: tuple[Coded, Coded]
+    scoring: Scoring
     alone: bool
 
     def of_heads(self, heads: slice) -> _Chunk:
@@ -50,6 +58,7 @@ class _Chunk(NamedTuple):
             queries=self.queries[:, heads],
             exact=(self.exact[0][:, heads], self.exact[1][:, heads]),
             coded=(code_of_heads(self.coded[0], heads), code_of_heads(self.coded[1], heads)),
+            scoring=self.scoring.of_heads(heads),
         )
 
 
@@ -83,8 +92,19 @@ class CachedMultiHeadAttention(keras.layers.Layer):
         capacity: Most tokens of a session, where the policy does not bound them.
         slack: Tokens that a window keeps beyond what it shows, so that as many can be
             taken back.
-        use_bias: Whether the four projections add a bias.
+        use_bias: Whether the projections of queries, keys and values add a bias.
         kernel_initializer: Of the four kernels.
+        use_output_bias: Whether the output projection adds one; as `use_bias` where left out.
+        rope: Rotation of which there is more to say than its base, in place of
+            `rope_max_wavelength`; a `tfkv.architecture.Rope` or a dict of its fields.
+        alibi_scale: What a distance lowers scores by, as a multiple of ALiBi's slopes; 0 = no
+            ALiBi.
+        window: Newest tokens that a query sees, its own included, whatever else the cache
+            keeps; 0 = all.
+        soft_cap: Scores are squeezed below it; 0 = they are not.
+        query_scale: What queries are multiplied by; 0 = 1/√H.
+        query_key_epsilon: Each head's queries and keys pass an RMSNorm with this epsilon before
+            they are turned; 0 = none.
 
     Call arguments:
         x: ``[B, T, D]``.
@@ -131,6 +151,13 @@ class CachedMultiHeadAttention(keras.layers.Layer):
         slack: int = 0,
         use_bias: bool = False,
         kernel_initializer: Any = "glorot_uniform",
+        use_output_bias: bool | None = None,
+        rope: Rope | Mapping[str, Any] | None = None,
+        alibi_scale: float = 0.0,
+        window: int = 0,
+        soft_cap: float = 0.0,
+        query_scale: float = 0.0,
+        query_key_epsilon: float = 0.0,
         **kwargs: Any,
     ) -> None:
         # Keras would cast the float tensors of a state to the compute dtype.
@@ -144,11 +171,21 @@ class CachedMultiHeadAttention(keras.layers.Layer):
         self.slack = slack
         self.use_bias = use_bias
         self.kernel_initializer = keras.initializers.get(kernel_initializer)
+        self.use_output_bias = use_bias if use_output_bias is None else use_output_bias
+        self.rope: Rope | None = read(Rope, rope)
+        if self.rope is None and rope_max_wavelength is not None:
+            self.rope = Rope(rope_max_wavelength)
+        self.alibi_scale = alibi_scale
+        self.window = window
+        self.soft_cap = soft_cap
+        self.query_scale = query_scale or key_dim**-0.5
+        self.query_key_epsilon = query_key_epsilon
         self.supports_masking = True
         self._check()
         group = num_heads // self.num_key_value_heads
         self.store = make_store(cache, self.num_key_value_heads, key_dim, capacity, slack, group)
         self.cache = self.store.cache
+        check_fit(self.cache, "alibi" if alibi_scale else "rope")
 
     def _check(self) -> None:
         heads, shared = self.num_heads, self.num_key_value_heads
@@ -164,6 +201,12 @@ class CachedMultiHeadAttention(keras.layers.Layer):
             )
         if self.rope_max_wavelength is not None and self.key_dim % 2:
             raise ConfigError(f"`key_dim` must be even for RoPE. Received: key_dim={self.key_dim}.")
+        if self.rope is not None:
+            self.rope.check(self.key_dim)
+        for name in ("alibi_scale", "window", "soft_cap", "query_scale", "query_key_epsilon"):
+            if getattr(self, name) < 0:
+                value = getattr(self, name)
+                raise ConfigError(f"`{name}` must not be below 0. Received: {name}={value!r}.")
 
     def build(self, input_shape: tuple[int | None, ...]) -> None:
         hidden_dim = input_shape[-1]
@@ -180,14 +223,22 @@ class CachedMultiHeadAttention(keras.layers.Layer):
             projection.build((None, None, hidden_dim))
         self.attention_output.build(head_shape)
 
+        if self.query_key_epsilon:
+            epsilon = self.query_key_epsilon
+            for name in ("query_norm", "key_norm"):
+                norm = RMSNorm(epsilon, dtype=self.dtype_policy, name=name)
+                norm.build((None, None, None, self.key_dim))
+                setattr(self, name, norm)
+
     def _project(
         self, equation: str, output_shape: tuple[int | None, ...], bias_axes: str, name: str
     ) -> keras.layers.EinsumDense:
+        biased = self.use_output_bias if name == "attention_output" else self.use_bias
         config = keras.initializers.serialize(self.kernel_initializer)
         return keras.layers.EinsumDense(
             equation,
             output_shape=output_shape,
-            bias_axes=bias_axes if self.use_bias else None,
+            bias_axes=bias_axes if biased else None,
             kernel_initializer=keras.initializers.deserialize(config),
             dtype=self.dtype_policy,
             name=name,
@@ -269,7 +320,12 @@ class CachedMultiHeadAttention(keras.layers.Layer):
         kernel = tf.cast(tf.convert_to_tensor(self.attention_output.kernel), tf.float32)
         heads = self.num_key_value_heads
         shape = [heads, self.num_heads // heads, *kernel.shape[1:]]
-        return Weighing(tf.reshape(kernel, shape), self.rope_max_wavelength)
+        return Weighing(tf.reshape(kernel, shape), self.rope, self._scoring())
+
+    def _scoring(self) -> Scoring:
+        group = self.num_heads // self.num_key_value_heads
+        slopes = grouped_slopes(self.alibi_scale, self.num_key_value_heads, group)
+        return Scoring(self.soft_cap, slopes, self.window)
 
     def evict(self, state: State) -> State:
         """The state with no more entries than the policy's budget, as after a prompt.
@@ -320,9 +376,9 @@ class CachedMultiHeadAttention(keras.layers.Layer):
         queries, keys, values = self.project_in(x, positions)
         codec = self.cache.codec if state else _FLOAT32
         coded = _encoded(codec.keys, keys), _encoded(codec.values, values)
-        chunk = _Chunk(queries, positions, (keys, values), coded, alone)
+        chunk = _Chunk(queries, positions, (keys, values), coded, self._scoring(), alone)
         if not state:
-            part = self._attend(queries, positions, *coded, positions, codec)
+            part = self._attend(chunk, CacheView(*coded, positions), codec)
         else:
             seen = [
                 self._attend_stored(chunk.of_heads(heads), store, own)
@@ -337,7 +393,7 @@ class CachedMultiHeadAttention(keras.layers.Layer):
             state = self.store.write(state, positions, *coded, mixed, chunk.exact, also)
             if self.cache.policy.evicts:
                 written = (state["dropped"] == before)[:, tf.newaxis]
-                asked = Asked(queries, tf.where(written, positions, -1))
+                asked = Asked(queries, tf.where(written, positions, -1), chunk.scoring)
                 state = self._evicting.observe(state, asked)
         return mixed, state
 
@@ -346,16 +402,16 @@ class CachedMultiHeadAttention(keras.layers.Layer):
         codec, positions = store.cache.codec, chunk.positions
         if codec.recent:
             return self._attend_mixed(chunk, store, state)
-        part = self._attend(chunk.queries, positions, *chunk.coded, positions, codec)
+        part = self._attend(chunk, CacheView(*chunk.coded, positions), codec)
         view = store.seen_by(state, chunk.queries, positions, chunk.alone)
-        return attention.merge(self._attend(chunk.queries, positions, *view, codec), part)
+        return attention.merge(self._attend(chunk, view, codec), part)
 
     def _attend_mixed(self, chunk: _Chunk, store: DenseStore, state: State) -> attention.Partial:
         """Attention where the codec keeps the newest tokens exactly: each token is read from
         one of the two, by its distance from the query."""
-        queries, positions, exact, coded, alone = chunk
+        positions, exact, coded = chunk.positions, chunk.exact, chunk.coded
         codec, before = store.cache.codec, first_position(positions)
-        main = store.seen_by(state, queries, positions, alone)
+        main = store.seen_by(state, chunk.queries, positions, chunk.alone)
         kept = store.exact_view(state, before)
         there = store.kept_exactly(state, main.positions)
         asked = _asking(positions, main.positions)
@@ -364,13 +420,13 @@ class CachedMultiHeadAttention(keras.layers.Layer):
         here = masks.exact(positions, positions, codec.recent, codec.sinks)
         new = CacheView({"codes": exact[0]}, {"codes": exact[1]}, positions)
         parts = [
-            self._attend(queries, positions, *main, codec, ~(old & there[..., tf.newaxis, :])),
-            self._attend(queries, positions, *kept, _FLOAT32, near),
-            self._attend(queries, positions, *new, _FLOAT32, here),
+            self._attend(chunk, main, codec, ~(old & there[..., tf.newaxis, :])),
+            self._attend(chunk, kept, _FLOAT32, near),
+            self._attend(chunk, new, _FLOAT32, here),
         ]
         if codec.tokens == 1:
             own = CacheView(*coded, positions)
-            parts.append(self._attend(queries, positions, *own, codec, ~here))
+            parts.append(self._attend(chunk, own, codec, ~here))
         return functools.reduce(attention.merge, parts)
 
     def _positions(
@@ -393,36 +449,41 @@ class CachedMultiHeadAttention(keras.layers.Layer):
         queries, keys, values = (
             tf.cast(projection(x), tf.float32) for projection in (self.query, self.key, self.value)
         )
-        if self.rope_max_wavelength is not None:
-            angles = rotary_angles(positions, self.key_dim, self.rope_max_wavelength)
+        if self.query_key_epsilon:
+            queries, keys = (
+                rms_normalize(x, tf.convert_to_tensor(norm.scale), self.query_key_epsilon)
+                for x, norm in ((queries, self.query_norm), (keys, self.key_norm))
+            )
+        if self.rope is not None:
+            angles = rotary_angles(positions, self.key_dim, self.rope)
             queries, keys = rotate(queries, *angles), rotate(keys, *angles)
         return (
-            attention.group_queries(queries, self.num_key_value_heads),
+            attention.group_queries(queries, self.num_key_value_heads, self.query_scale),
             tf.transpose(keys, [0, 2, 1, 3]),
             tf.transpose(values, [0, 2, 1, 3]),
         )
 
     def _attend(
         self,
-        queries: tf.Tensor,
-        positions: tf.Tensor,
-        keys: Coded,
-        values: Coded,
-        key_positions: tf.Tensor,
+        chunk: _Chunk,
+        seen: CacheView,
         codec: CacheCodec,
         also: tf.Tensor | bool = True,
     ) -> attention.Partial:
-        policy = self.cache.policy
-        asked = _asking(positions, key_positions)
-        first_visible = policy.first_visible(asked)
-        mask = masks.visible(asked, key_positions, first_visible, policy.sinks) & also
-        if policy.furthest is None or self.rope_max_wavelength is None:
-            return attention.attend(queries, keys, values, mask, codec)
-        sink = (key_positions < policy.sinks)[:, tf.newaxis]
-        looking = look_from(queries, positions, policy.furthest, self.rope_max_wavelength)
+        """Attention of a chunk's queries over some keys and values, where `also` allows it."""
+        policy, queries, positions = self.cache.policy, chunk.queries, chunk.positions
+        keys, values, at = seen
+        asked = _asking(positions, at)
+        mask = masks.visible(asked, at, policy.first_visible(asked), policy.sinks) & also
+        mask = chunk.scoring.narrow(mask, asked, at)
+        scoring = chunk.scoring.between(asked, at)
+        if policy.furthest is None or self.rope is None:
+            return attention.attend(queries, keys, values, mask, codec, scoring=scoring)
+        sink = (at < policy.sinks)[:, tf.newaxis]
+        looking = look_from(queries, positions, policy.furthest, self.rope)
         return attention.merge(
-            attention.attend(queries, keys, values, mask & ~sink, codec),
-            attention.attend(looking, keys, values, mask & sink, codec),
+            attention.attend(queries, keys, values, mask & ~sink, codec, scoring=scoring),
+            attention.attend(looking, keys, values, mask & sink, codec, scoring=scoring),
         )
 
     def get_config(self) -> dict[str, Any]:
@@ -437,6 +498,13 @@ class CachedMultiHeadAttention(keras.layers.Layer):
             "slack": self.slack,
             "use_bias": self.use_bias,
             "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
+            "use_output_bias": self.use_output_bias,
+            "rope": None if self.rope is None else dataclasses.asdict(self.rope),
+            "alibi_scale": self.alibi_scale,
+            "window": self.window,
+            "soft_cap": self.soft_cap,
+            "query_scale": self.query_scale,
+            "query_key_epsilon": self.query_key_epsilon,
         }
 
 

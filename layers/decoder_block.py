@@ -1,23 +1,30 @@
-"""One block of a Llama-style decoder."""
+"""One block of a decoder."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfkv.architecture import BlockOptions, read
 from tfkv.errors import ConfigError
 from tfkv.layers.cache_spec import CacheSpec
 from tfkv.layers.cached_multi_head_attention import CachedMultiHeadAttention
+from tfkv.layers.experts import Experts
+from tfkv.layers.feed_forward import activate
+from tfkv.layers.layer_norm import LayerNorm
 from tfkv.layers.rms_norm import RMSNorm
 from tfkv.layers.store import State
 
 
 @keras.saving.register_keras_serializable(package="tfkv")
 class DecoderBlock(keras.layers.Layer):
-    """Attention and a SwiGLU feed-forward layer, each after RMSNorm and with a residual.
+    """Attention and a feed-forward layer, each after a norm and with a residual.
+
+    Without options it is Llama's: RMSNorm, SwiGLU, no biases.
 
     Args:
         num_query_heads: Query heads (axis N).
@@ -25,10 +32,12 @@ class DecoderBlock(keras.layers.Layer):
         head_dim: Width of a head (axis H).
         intermediate_dim: Width of the feed-forward layer (axis F).
         rope_max_wavelength: RoPE base ("theta"); None = no rotation.
-        rms_epsilon: Added to the mean square in RMSNorm.
+        rms_epsilon: Added to the mean square, or the variance, in norms.
         cache: What the cache keeps and how it is written.
         capacity: Most tokens of a session, where the policy does not bound them.
         slack: Tokens that a window keeps so that as many can be taken back.
+        options: What differs from Llama; a `tfkv.architecture.BlockOptions` or a dict of its
+            fields.
 
     Call arguments:
         x, positions, state, training, mask: As of `CachedMultiHeadAttention`.
@@ -55,6 +64,7 @@ class DecoderBlock(keras.layers.Layer):
         cache: CacheSpec | str | Mapping[str, Any] = "dense",
         capacity: int = 2048,
         slack: int = 0,
+        options: BlockOptions | Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         # Keras would cast the float tensors of a state to the compute dtype.
@@ -65,8 +75,11 @@ class DecoderBlock(keras.layers.Layer):
                 f"Received: intermediate_dim={intermediate_dim!r}."
             )
         self.intermediate_dim = intermediate_dim
+        self.rms_epsilon = rms_epsilon
+        self.options: BlockOptions = read(BlockOptions, options or {})
         self.supports_masking = True
-        self.attention_norm = RMSNorm(rms_epsilon, dtype=self.dtype_policy, name="attention_norm")
+        norms, own = self.options.norms, self.options.attention
+        self.attention_norm = self._norm("attention_norm")
         self.attention = CachedMultiHeadAttention(
             num_query_heads,
             head_dim,
@@ -75,26 +88,53 @@ class DecoderBlock(keras.layers.Layer):
             cache,
             capacity,
             slack,
+            use_bias=own.bias,
+            use_output_bias=own.output_bias,
+            rope=self.options.rope,
+            alibi_scale=self.options.alibi_scale,
+            window=self.options.window,
+            soft_cap=own.soft_cap,
+            query_scale=own.query_scale,
+            query_key_epsilon=own.query_key_epsilon,
             dtype=self.dtype_policy,
             name="attention",
         )
-        self.feedforward_norm = RMSNorm(
-            rms_epsilon, dtype=self.dtype_policy, name="feedforward_norm"
-        )
+        self.feedforward_norm = self._norm("feedforward_norm")
+        if norms.post_attention:
+            self.post_attention_norm = self._norm("post_attention_norm")
+        if norms.post_feedforward:
+            self.post_feedforward_norm = self._norm("post_feedforward_norm")
+
+    def _norm(self, name: str) -> keras.layers.Layer:
+        cls = RMSNorm if self.options.norms.kind == "rms" else LayerNorm
+        return cls(self.rms_epsilon, dtype=self.dtype_policy, name=name)
 
     def build(self, input_shape: tuple[Any, ...]) -> None:
-        hidden_dim = input_shape[-1]
-        self.gate = self._dense(self.intermediate_dim, "gate")
-        self.up = self._dense(self.intermediate_dim, "up")
-        self.down = self._dense(hidden_dim, "down")
+        hidden_dim, options = input_shape[-1], self.options
+        if options.experts is not None:
+            activation = options.feed_forward.activation
+            self.experts = Experts(
+                options.experts, activation, dtype=self.dtype_policy, name="experts"
+            )
+            self.experts.build(input_shape)
+        else:
+            if options.feed_forward.gated:
+                self.gate = self._dense(self.intermediate_dim, "gate")
+                self.gate.build(input_shape)
+            self.up = self._dense(self.intermediate_dim, "up")
+            self.down = self._dense(hidden_dim, "down")
+            self.up.build(input_shape)
+            self.down.build((*input_shape[:-1], self.intermediate_dim))
         for layer in (self.attention_norm, self.attention, self.feedforward_norm):
             layer.build(input_shape)
-        self.gate.build(input_shape)
-        self.up.build(input_shape)
-        self.down.build((*input_shape[:-1], self.intermediate_dim))
+        if options.norms.post_attention:
+            self.post_attention_norm.build(input_shape)
+        if options.norms.post_feedforward:
+            self.post_feedforward_norm.build(input_shape)
 
     def _dense(self, units: int, name: str) -> keras.layers.Dense:
-        return keras.layers.Dense(units, use_bias=False, dtype=self.dtype_policy, name=name)
+        bias = self.options.feed_forward.bias
+        return keras.layers.Dense(units, use_bias=bias, dtype=self.dtype_policy, name=name)
 
     def get_state_spec(self, batch_size: int) -> dict[str, tf.TensorSpec]:
         """Shape and dtype of every tensor of the state."""
@@ -117,9 +157,23 @@ class DecoderBlock(keras.layers.Layer):
         attended, state = self.attention(
             self.attention_norm(x), positions=positions, state=state, training=training, mask=mask
         )
+        if self.options.norms.post_attention:
+            attended = self.post_attention_norm(attended)
+        if self.options.parallel_residual:
+            return x + attended + self.feed_forward(x), state
         x = x + attended
+        return x + self.feed_forward(x), state
+
+    def feed_forward(self, x: tf.Tensor) -> tf.Tensor:
+        """What the feed-forward layer adds to ``x [B, T, D]``."""
         y = self.feedforward_norm(x)
-        return x + self.down(tf.nn.silu(self.gate(y)) * self.up(y)), state
+        if self.options.experts is not None:
+            y = self.experts(y)
+        elif self.options.feed_forward.gated:
+            y = self.down(activate(self.gate(y), self.up(y), self.options.feed_forward.activation))
+        else:
+            y = self.down(activate(self.up(y), None, self.options.feed_forward.activation))
+        return self.post_feedforward_norm(y) if self.options.norms.post_feedforward else y
 
     def get_config(self) -> dict[str, Any]:
         attention = self.attention
@@ -130,8 +184,9 @@ class DecoderBlock(keras.layers.Layer):
             "head_dim": attention.key_dim,
             "intermediate_dim": self.intermediate_dim,
             "rope_max_wavelength": attention.rope_max_wavelength,
-            "rms_epsilon": self.attention_norm.epsilon,
+            "rms_epsilon": self.rms_epsilon,
             "cache": attention.cache.to_config(),
             "capacity": attention.capacity,
             "slack": attention.slack,
+            "options": dataclasses.asdict(self.options),
         }

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from tfkv.architecture import Rope
 from tfkv.errors import ConfigError
 from tfkv.layers import attention, masks
 from tfkv.layers.cache_spec import CacheSpec
@@ -14,6 +15,7 @@ from tfkv.layers.cache_view import CacheView
 from tfkv.layers.dense_store import DenseStore, Plan, scatter
 from tfkv.layers.policies.evicting_policy import EvictingPolicy, Seen
 from tfkv.layers.positions import first_position
+from tfkv.layers.scoring import PLAIN, Scoring
 from tfkv.layers.store import State
 
 #: Tensors of a state that a write leaves alone.
@@ -26,10 +28,17 @@ class Asked(NamedTuple):
     Attributes:
         queries: float32 ``[B, K, Q, H]`` of `attention.group_queries`.
         positions: int32 ``[B, T]``; −1 = padding, or not written.
+        scoring: Of the layer.
     """
 
     queries: tf.Tensor
     positions: tf.Tensor
+    scoring: Scoring = PLAIN
+
+    def of_heads(self, heads: slice) -> Asked:
+        """What some KV heads are asked."""
+        scoring = self.scoring.of_heads(heads)
+        return self._replace(queries=self.queries[:, heads], scoring=scoring)
 
 
 class Weighing(NamedTuple):
@@ -37,15 +46,18 @@ class Weighing(NamedTuple):
 
     Attributes:
         output_kernel: float32 ``[K, G, H, D]`` of the projection behind the heads.
-        rope_max_wavelength: RoPE base; None = no rotation.
+        rope: How queries and keys were turned; None = not at all.
+        scoring: Of the layer.
     """
 
     output_kernel: tf.Tensor
-    rope_max_wavelength: float | None
+    rope: Rope | None
+    scoring: Scoring = PLAIN
 
     def of_heads(self, heads: slice) -> Weighing:
         """What scores of some KV heads need."""
-        return self._replace(output_kernel=self.output_kernel[heads])
+        scoring = self.scoring.of_heads(heads)
+        return self._replace(output_kernel=self.output_kernel[heads], scoring=scoring)
 
 
 class EvictingStore(DenseStore):
@@ -173,7 +185,7 @@ class EvictingStore(DenseStore):
         """The state after a chunk was written, with what the policy wants to know of it."""
         new = dict(state)
         if self.policy.accumulates:
-            new["mass"] = self._add_mass(state, asked.queries, asked.positions)
+            new["mass"] = self._add_mass(state, asked)
         if self.policy.observed:
             new |= self._keep_newest(state, asked.queries, asked.positions)
         return new
@@ -200,13 +212,15 @@ class EvictingStore(DenseStore):
             "asked_at": tf.where(here, wanted + 1, old_at),
         }
 
-    def _add_mass(self, state: State, queries: tf.Tensor, positions: tf.Tensor) -> tf.Tensor:
+    def _add_mass(self, state: State, asked: Asked) -> tf.Tensor:
+        queries, positions, scoring = asked
         held = self._valid(state, state["filled"])
         scores = self.cache.codec.scores(
             self.cache.codec.prepare(queries), self._side(state, "keys")
         )
-        mask = masks.visible(positions[:, tf.newaxis], held)
-        weights = attention.attention_weights(scores, mask)
+        asking = positions[:, tf.newaxis]
+        mask = scoring.narrow(masks.visible(asking, held), asking, held)
+        weights = attention.attention_weights(scoring.between(asking, held)(scores), mask)
         group = tf.tile(positions >= 0, [1, self.group])[:, tf.newaxis, :, tf.newaxis]
         first = first_position(positions)[:, tf.newaxis, tf.newaxis]
         old = tf.where((held >= 0) & (held < first), state["mass"], 0.0)
@@ -228,7 +242,8 @@ class EvictingStore(DenseStore):
             asked_at=asked_at - 1,
             mass=state.get("mass", nothing),
             output_kernel=weighing.output_kernel,
-            rope_max_wavelength=weighing.rope_max_wavelength,
+            rope=weighing.rope,
+            scoring=weighing.scoring,
         )
 
     def _valid(self, state: State, before: tf.Tensor) -> tf.Tensor:

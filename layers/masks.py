@@ -21,6 +21,20 @@ def exact(
     return (keys > queries - recent) | (keys < sinks)
 
 
+def within(
+    query_positions: tf.Tensor, key_positions: tf.Tensor, window: tf.Tensor | int
+) -> tf.Tensor:
+    """Which keys are among the newest `window`, the query's own token included, bool
+    ``[..., T, S]``.
+
+    Args:
+        query_positions: int32 ``[..., T]``.
+        key_positions: int32 ``[..., S]``.
+        window: Tokens; a tensor must broadcast to the result.
+    """
+    return key_positions[..., tf.newaxis, :] > query_positions[..., :, tf.newaxis] - window
+
+
 def visible(
     query_positions: tf.Tensor,
     key_positions: tf.Tensor,

@@ -125,10 +125,7 @@ class RaggedStore(CacheStore):
     def observe(self, state: State, asked: Asked) -> State:
         """See `EvictingStore.observe`."""
         return self._each(
-            state,
-            lambda store, own, heads: store.observe(
-                own, asked._replace(queries=asked.queries[:, heads])
-            ),
+            state, lambda store, own, heads: store.observe(own, asked.of_heads(heads))
         )
 
     def hide(self, state: State, positions: tf.Tensor) -> State:

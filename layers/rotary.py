@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import tensorflow as tf
 
+from tfkv.architecture import Rope
 from tfkv.layers.shapes import shape_of
 
 
 def rotary_angles(
-    positions: tf.Tensor, head_dim: int, max_wavelength: float
+    positions: tf.Tensor, head_dim: int, rope: Rope | float
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Cosine and sine for `rotate`, float32 ``[..., H/2]``.
+    """Cosine and sine for `rotate`, float32 ``[..., C/2]``, where C channels turn: H, unless
+    `rope` says otherwise.
 
     Args:
         positions: int32, any shape.
-        head_dim: Width of a head (axis H), even.
-        max_wavelength: Base of the frequencies ("theta").
+        head_dim: Width of a head (axis H).
+        rope: How they turn; a number is the base of plain RoPE ("theta").
     """
-    exponents = tf.range(0, head_dim, 2, dtype=tf.float32) / head_dim
-    frequencies = tf.pow(tf.constant(max_wavelength, tf.float32), -exponents)
+    rope = rope if isinstance(rope, Rope) else Rope(rope)
+    width = rope.channels or head_dim
+    exponents = tf.range(0, width, 2, dtype=tf.float32) / width
+    frequencies = tf.pow(tf.constant(rope.max_wavelength, tf.float32), -exponents)
+    if rope.divisors:
+        frequencies /= tf.constant(rope.divisors, tf.float32)
     angles = tf.cast(positions, tf.float32)[..., tf.newaxis] * frequencies
-    return tf.cos(angles), tf.sin(angles)
+    if rope.magnitude == 1:
+        return tf.cos(angles), tf.sin(angles)
+    return rope.magnitude * tf.cos(angles), rope.magnitude * tf.sin(angles)
 
 
 def rotate(x: tf.Tensor, cosine: tf.Tensor, sine: tf.Tensor) -> tf.Tensor:
@@ -28,7 +38,8 @@ def rotate(x: tf.Tensor, cosine: tf.Tensor, sine: tf.Tensor) -> tf.Tensor:
 
     Args:
         x: ``[..., heads, H]``.
-        cosine: ``[..., H/2]`` of `rotary_angles`, without the heads axis.
+        cosine: ``[..., C/2]`` of `rotary_angles`, without the heads axis; channels from C on
+            stay as they are.
         sine: Likewise.
 
     Returns:
@@ -37,14 +48,17 @@ def rotate(x: tf.Tensor, cosine: tf.Tensor, sine: tf.Tensor) -> tf.Tensor:
     Reference:
         Su et al., RoFormer, https://arxiv.org/abs/2104.09864
     """
+    turned = 2 * cosine.shape[-1]
     cosine = tf.cast(cosine, x.dtype)[..., tf.newaxis, :]
     sine = tf.cast(sine, x.dtype)[..., tf.newaxis, :]
-    first, second = tf.split(x, 2, axis=-1)
-    return tf.concat([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
+    rest = [] if turned == x.shape[-1] else [x[..., turned:]]
+    first, second = tf.split(x[..., :turned] if rest else x, 2, axis=-1)
+    parts = [first * cosine - second * sine, second * cosine + first * sine, *rest]
+    return tf.concat(parts, axis=-1)
 
 
 def look_from(
-    queries: tf.Tensor, positions: tf.Tensor, furthest: int, max_wavelength: float
+    queries: tf.Tensor, positions: tf.Tensor, furthest: int, rope: Rope | float
 ) -> tf.Tensor:
     """Queries as if none stood beyond a position.
 
@@ -52,13 +66,26 @@ def look_from(
         queries: Grouped and rotated, ``[B, K, Q, H]``; Q is a multiple of T.
         positions: int32 ``[B, T]``, where they were rotated to; −1 = padding.
         furthest: Where those beyond it shall stand.
-        max_wavelength: Base of the frequencies.
+        rope: How they were turned.
     """
+    back, head_dim = steps_back(positions, furthest), shape_of(queries)[-1]
+    return turn_grouped(queries, *rotary_angles(back, head_dim, once_more(rope)))
+
+
+def steps_back(positions: tf.Tensor, furthest: int) -> tf.Tensor:
+    """By how much positions have to change to be at most `furthest`."""
+    return tf.minimum(positions, furthest) - positions
+
+
+def once_more(rope: Rope | float) -> Rope:
+    """The rotation of what has been multiplied by its magnitude already."""
+    return dataclasses.replace(rope, magnitude=1.0) if isinstance(rope, Rope) else Rope(rope)
+
+
+def turn_grouped(queries: tf.Tensor, cosine: tf.Tensor, sine: tf.Tensor) -> tf.Tensor:
+    """As `rotate`, of grouped queries ``[B, K, Q, H]`` by angles ``[B, T, C/2]``."""
     rows, heads, grouped, head_dim = shape_of(queries)
-    width = shape_of(positions)[1]
-    back = tf.minimum(positions, furthest) - positions
+    width = shape_of(cosine)[1]
     split = tf.reshape(queries, [rows, heads * (grouped // width), width, head_dim])
-    turned = rotate(
-        tf.transpose(split, [0, 2, 1, 3]), *rotary_angles(back, head_dim, max_wavelength)
-    )
+    turned = rotate(tf.transpose(split, [0, 2, 1, 3]), cosine, sine)
     return tf.reshape(tf.transpose(turned, [0, 2, 1, 3]), [rows, heads, grouped, head_dim])

@@ -10,6 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tfkv.chat_template import ChatTemplate
+    from tfkv.errors import TextError
     from tfkv.serving.beam import beam_search
     from tfkv.serving.candidate import Candidate
     from tfkv.serving.client import Client, VersionStatus
@@ -19,18 +21,17 @@ if TYPE_CHECKING:
         NotFoundError,
         RefusedError,
         SessionError,
-        TextError,
     )
     from tfkv.serving.generation import Generation, Result, Sampling
     from tfkv.serving.offload import OffloadTier
     from tfkv.serving.retry import Retry
     from tfkv.serving.saved_session import SavedSession
     from tfkv.serving.session import Session
-    from tfkv.serving.text import ChatTemplate, Detokenizer, Tokenizer
+    from tfkv.serving.text import Detokenizer, Tokenizer
 
 _HOMES = {
     "Candidate": "candidate",
-    "ChatTemplate": "text",
+    "ChatTemplate": ".chat_template",
     "Client": "client",
     "Contract": "contract",
     "Detokenizer": "text",
@@ -45,7 +46,7 @@ _HOMES = {
     "SavedSession": "saved_session",
     "Session": "session",
     "SessionError": "failures",
-    "TextError": "failures",
+    "TextError": ".errors",
     "Tokenizer": "text",
     "VersionStatus": "client",
     "beam_search": "beam",
@@ -78,7 +79,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    # A name that begins with a dot is of the package above.
+    return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
 
 
 def __dir__() -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any, Self
 import grpc
 import numpy as np
 
+from tfkv.chat_template import ChatTemplate
 from tfkv.config import EngineConfig
 from tfkv.errors import DeadlineError, Status
 from tfkv.manifest import TOKENIZER_PATH, Manifest, latest_version
@@ -22,7 +23,7 @@ from tfkv.serving.generation import Generation, Prompt, Sampling
 from tfkv.serving.offload import OffloadTier
 from tfkv.serving.retry import Deadline, Retry
 from tfkv.serving.session import Session
-from tfkv.serving.text import ChatTemplate, Tokenizer
+from tfkv.serving.text import Tokenizer
 
 _RETRIED_STATUS = (Status.BUSY, Status.FULL)
 

@@ -21,10 +21,6 @@ class InputError(TfkvError, ValueError):
     """A value cannot be sent: wrong type, shape, range or name."""
 
 
-class TextError(TfkvError, ValueError):
-    """Text cannot be turned into tokens or back: no tokenizer, no template, or a bad one."""
-
-
 class SessionError(TfkvError, RuntimeError):
     """A session is used in a way it does not allow, or cannot be restored."""
 

@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Self
 
+from tfkv.chat_template import Message
 from tfkv.errors import Finish
 from tfkv.serving.failures import InputError
-from tfkv.serving.text import Detokenizer, Message
+from tfkv.serving.text import Detokenizer
 
 #: Text, token ids, or the messages of a conversation.
 Prompt = str | Sequence[int] | Sequence[Message]

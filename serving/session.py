@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 
-from tfkv.errors import Finish, RowError, ServerError, Status, TfkvError
+from tfkv.chat_template import ChatTemplate, Message
+from tfkv.errors import Finish, RowError, ServerError, Status, TextError, TfkvError
 from tfkv.serving import failures
 from tfkv.serving.candidate import Candidate
 from tfkv.serving.contract import Row, overflow_code, token_ids
 from tfkv.serving.generation import Chunk, Generation, Prompt, Sampling, is_messages
 from tfkv.serving.n_best import sample_n
 from tfkv.serving.retry import Deadline, is_uncertain
-from tfkv.serving.text import ChatTemplate, Detokenizer, Message, Tokenizer
+from tfkv.serving.text import Detokenizer, Tokenizer
 
 if TYPE_CHECKING:
     from tfkv.serving.client import Client
@@ -911,7 +912,7 @@ class Session:
 
     def _tokenizer(self) -> Tokenizer:
         if self._client.tokenizer is None:
-            raise failures.TextError(
+            raise TextError(
                 "Text needs a tokenizer. Open the client with artifact=<directory> or "
                 "tokenizer=<tokenizer.json>, or pass token ids."
             )
@@ -919,7 +920,7 @@ class Session:
 
     def _template(self) -> ChatTemplate:
         if self._client.chat_template is None:
-            raise failures.TextError(
+            raise TextError(
                 "Messages need a chat template. Open the client with artifact=<directory> of a "
                 "model that has one, or render the conversation and pass text."
             )

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 STDLIB = frozenset(sys.stdlib_module_names)
-CORE = ("tfkv._version", "tfkv.config", "tfkv.errors", "tfkv.manifest")
+CORE = ("tfkv._version", "tfkv.architecture", "tfkv.config", "tfkv.errors", "tfkv.manifest")
 #: Modules that put the parts together for a person; they import the heavy ones when called.
 ENTRY_POINTS = ("tfkv.cli", "tfkv.consistency", "tfkv.demo", "tfkv.__main__")
 HEAVY = ("tensorflow", "keras", "keras_hub", "keras_nlp", "tfkv.layers", "tfkv.export")
@@ -54,9 +54,9 @@ def rule_of(module: str) -> Rule:
     if within(module, CORE):
         return Rule(CORE)
     if within(module, ("tfkv.layers",)):
-        return Rule(("keras", "tensorflow", "tfkv.layers", "tfkv.errors"))
+        return Rule(("keras", "tensorflow", "tfkv.layers", "tfkv.architecture", "tfkv.errors"))
     if within(module, ("tfkv.serving",)):
-        own_core = ("tfkv.manifest", "tfkv.errors", "tfkv.config", "tfkv._version", "tfkv.serving")
+        own_core = (*CORE, "tfkv.chat_template", "tfkv.serving")
         # Third-party names are free here: test_packaging checks what the client loads.
         return Rule(None, forbidden=tfkv_modules_except(own_core))
     if within(module, ("tfkv.export",)):

@@ -12,11 +12,14 @@ import tensorflow as tf
 
 from tfkv.config import DecoderConfig
 from tfkv.errors import ConfigError, ModelSourceError
+from tfkv.layers.cache_fit import check_fit
 from tfkv.layers.cache_spec import CacheSpec
 from tfkv.layers.decoder_block import DecoderBlock
+from tfkv.layers.layer_norm import LayerNorm
 from tfkv.layers.per_layer import CalibrationTables, layer_caches
 from tfkv.layers.positions import consecutive_positions
 from tfkv.layers.rms_norm import RMSNorm
+from tfkv.layers.scoring import soft_cap
 from tfkv.layers.store import State
 
 if TYPE_CHECKING:
@@ -25,7 +28,8 @@ if TYPE_CHECKING:
 #: A cache as `CacheSpec.parse` reads it.
 AnyCache = CacheSpec | str | Mapping[str, Any]
 
-#: Canonical name of a layer's weight to the path of the Keras weight inside its block.
+#: Canonical name of a layer's weight to the path of the Keras weight inside its block; one that
+#: a model's options leave out is not there.
 _BLOCK_WEIGHTS = {
     "query": "attention.query.kernel",
     "key": "attention.key.kernel",
@@ -36,12 +40,45 @@ _BLOCK_WEIGHTS = {
     "gate": "gate.kernel",
     "up": "up.kernel",
     "down": "down.kernel",
+    "query_bias": "attention.query.bias",
+    "key_bias": "attention.key.bias",
+    "value_bias": "attention.value.bias",
+    "attention_output_bias": "attention.attention_output.bias",
+    "query_norm": "attention.query_norm.scale",
+    "key_norm": "attention.key_norm.scale",
+    "attention_norm_bias": "attention_norm.bias",
+    "feedforward_norm_bias": "feedforward_norm.bias",
+    "post_attention_norm": "post_attention_norm.scale",
+    "post_attention_norm_bias": "post_attention_norm.bias",
+    "post_feedforward_norm": "post_feedforward_norm.scale",
+    "post_feedforward_norm_bias": "post_feedforward_norm.bias",
+    "gate_bias": "gate.bias",
+    "up_bias": "up.bias",
+    "down_bias": "down.bias",
+    "router": "experts.router",
+    "expert_gate": "experts.gate",
+    "expert_up": "experts.up",
+    "expert_down": "experts.down",
+    "shared_router": "experts.shared_router",
+    "shared_gate": "experts.shared_gate",
+    "shared_up": "experts.shared_up",
+    "shared_down": "experts.shared_down",
+}
+_MODEL_WEIGHTS = {
+    "token_embedding": "token_embedding.embeddings",
+    "position_embedding": "position_embedding",
+    "embedding_norm": "embedding_norm.scale",
+    "embedding_norm_bias": "embedding_norm.bias",
+    "final_norm": "final_norm.scale",
+    "final_norm_bias": "final_norm.bias",
+    "output": "output_embedding",
 }
 
 
 @keras.saving.register_keras_serializable(package="tfkv")
 class CausalLM(keras.Model):
-    """A Llama-style decoder whose blocks continue sessions from KV caches.
+    """A decoder whose blocks continue sessions from KV caches: Llama, and what `DecoderConfig`
+    makes of it.
 
     It trains with `fit` like any Keras model: logits in, no softmax, so the loss is
     ``SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)``. With a state it
@@ -100,7 +137,9 @@ class CausalLM(keras.Model):
             name="token_embedding",
         )
         self.blocks = [self._block(index) for index in range(config.num_layers)]
-        self.final_norm = RMSNorm(config.rms_epsilon, dtype=self.dtype_policy, name="final_norm")
+        self.final_norm = self._norm(config.final_epsilon, "final_norm")
+        if config.norms.embedding:
+            self.embedding_norm = self._norm(config.rms_epsilon, "embedding_norm")
         self.build((None, None))
 
     @classmethod
@@ -118,6 +157,10 @@ class CausalLM(keras.Model):
         model.assign_weights(weights)
         return model
 
+    def _norm(self, epsilon: float, name: str) -> RMSNorm | LayerNorm:
+        cls = RMSNorm if self.config.norms.kind == "rms" else LayerNorm
+        return cls(epsilon, dtype=self.dtype_policy, name=name)
+
     def _block(self, index: int) -> DecoderBlock:
         config = self.config
         return DecoderBlock(
@@ -125,11 +168,12 @@ class CausalLM(keras.Model):
             config.num_key_value_heads,
             config.head_dim,
             config.intermediate_dim,
-            config.rope_max_wavelength,
+            None if config.rope(index) is None else config.rope_max_wavelength,
             config.rms_epsilon,
             self.caches[index],
             self.capacity,
             self.slack,
+            config.block_options(index),
             dtype=self.dtype_policy,
             name=f"block_{index}",
         )
@@ -143,6 +187,15 @@ class CausalLM(keras.Model):
         for block in self.blocks:
             block.build(hidden_shape)
         self.final_norm.build(hidden_shape)
+        if config.norms.embedding:
+            self.embedding_norm.build(hidden_shape)
+        if config.positions.kind == "learned":
+            self.position_embedding = self.add_weight(
+                name="position_embedding",
+                shape=(config.context_length, config.hidden_dim),
+                initializer="uniform",
+                autocast=False,
+            )
         if not config.tie_embeddings:
             self.output_embedding = self.add_weight(
                 name="output_embedding",
@@ -200,7 +253,7 @@ class CausalLM(keras.Model):
             first = state[0]["filled"] if state else 0
             positions = consecutive_positions(token_ids >= 0, first)
         positions = tf.where(token_ids >= 0, tf.cast(positions, tf.int32), -1)
-        x = self.token_embedding(tf.maximum(token_ids, 0))
+        x = self.embed(token_ids, positions)
         states = state or [{}] * len(self.blocks)
         after: list[State] = []
         for block, before in zip(self.blocks, states, strict=True):
@@ -208,11 +261,23 @@ class CausalLM(keras.Model):
             after.append(block_state)
         return self.final_norm(x), after if state else []
 
+    def embed(self, token_ids: tf.Tensor, positions: tf.Tensor) -> tf.Tensor:
+        """What the first block gets, ``[B, T, D]``, of ``token_ids [B, T]`` at ``positions
+        [B, T]``, both −1 where padded."""
+        x = self.token_embedding(tf.maximum(token_ids, 0))
+        if self.config.embedding_scale != 1:
+            x *= tf.cast(self.config.embedding_scale, x.dtype)
+        if self.config.positions.kind == "learned":
+            table = tf.convert_to_tensor(self.position_embedding)
+            x += tf.cast(tf.gather(table, tf.maximum(positions, 0)), x.dtype)
+        return self.embedding_norm(x) if self.config.norms.embedding else x
+
     def logits(self, hidden: tf.Tensor) -> tf.Tensor:
         """Scores of every token, float32 ``[..., V]``, for ``hidden [..., D]``."""
         matrix = tf.cast(tf.convert_to_tensor(self._output_matrix), hidden.dtype)
         rows = tf.reshape(hidden, [-1, self.config.hidden_dim])
         scores = tf.cast(tf.matmul(rows, matrix, transpose_b=True), tf.float32)
+        scores = soft_cap(scores, self.config.final_soft_cap)
         shape = tf.concat([tf.shape(hidden)[:-1], [self.config.vocabulary_size]], axis=0)
         scores = tf.reshape(scores, shape)
         return tf.ensure_shape(scores, [*hidden.shape[:-1], self.config.vocabulary_size])
@@ -231,14 +296,10 @@ class CausalLM(keras.Model):
         return self.output_embedding
 
     def _named_weights(self) -> dict[str, keras.Variable]:
-        named = {"token_embedding": self.token_embedding.embeddings}
+        named = _found(self, _MODEL_WEIGHTS)
         for index, block in enumerate(self.blocks):
-            for name, path in _BLOCK_WEIGHTS.items():
-                weight = functools.reduce(getattr, path.split("."), block)
-                named[f"layers/{index}/{name}"] = weight
-        named["final_norm"] = self.final_norm.scale
-        if not self.config.tie_embeddings:
-            named["output"] = self.output_embedding
+            own = _found(block, _BLOCK_WEIGHTS)
+            named |= {f"layers/{index}/{name}": weight for name, weight in own.items()}
         return named
 
     def export_weights(self) -> dict[str, np.ndarray]:
@@ -253,7 +314,9 @@ class CausalLM(keras.Model):
                 ``layers/{i}/query [D, N, H]``, ``key`` and ``value [D, K, H]``,
                 ``attention_output [N, H, D]``, ``attention_norm`` and
                 ``feedforward_norm [D]``, ``gate`` and ``up [D, F]``, ``down [F, D]``;
-                ``final_norm [D]``; ``output [V, D]`` if the embeddings are not tied.
+                ``final_norm [D]``; ``output [V, D]`` if the embeddings are not tied; and those
+                of the options that the model has, as in
+                `tfkv.export.importers.expected_tensors`.
 
         Raises:
             ModelSourceError: A weight is missing, unknown or of the wrong shape; none is
@@ -291,11 +354,26 @@ class CausalLM(keras.Model):
         }
 
 
+def _found(owner: Any, paths: Mapping[str, str]) -> dict[str, keras.Variable]:
+    """Weights by name, of those paths that lead somewhere."""
+    found = {}
+    for name, path in paths.items():
+        weight = owner
+        for step in path.split("."):
+            weight = getattr(weight, step, None)
+        if weight is not None:
+            found[name] = weight
+    return found
+
+
 def _of_layers(
     cache: AnyCache | Sequence[AnyCache],
     config: DecoderConfig,
     calibration: CalibrationTables | None,
 ) -> list[CacheSpec]:
+    several = cache if isinstance(cache, Sequence) and not isinstance(cache, str) else [cache]
+    for one in several:
+        check_fit(CacheSpec.parse(one), config.positions.kind)
     if isinstance(cache, (str, CacheSpec, Mapping)):
         layers, heads = config.num_layers, config.num_key_value_heads
         return layer_caches(CacheSpec.parse(cache), layers, heads, (), calibration)

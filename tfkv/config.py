@@ -11,18 +11,18 @@ import math
 from collections.abc import Iterable
 from typing import Any, Self
 
-from tfkv.errors import ConfigError
-
-
-def _from_dict(cls: type, data: dict[str, Any]) -> Any:
-    known = {field.name for field in dataclasses.fields(cls)}
-    unknown = sorted(set(data) - known)
-    if unknown:
-        raise ConfigError(
-            f"`{cls.__name__}` has no field {unknown[0]!r}. "
-            f"Known fields: {', '.join(sorted(known))}."
-        )
-    return cls(**data)
+from tfkv.architecture import (
+    Attention,
+    BlockOptions,
+    Experts,
+    FeedForward,
+    Norms,
+    Positions,
+    Rope,
+    of_layers,
+    read,
+    require,
+)
 
 
 def described(cache: object, layer_caches: Iterable[str]) -> str:
@@ -30,14 +30,22 @@ def described(cache: object, layer_caches: Iterable[str]) -> str:
     return "; ".join([str(cache), *layer_caches])
 
 
-def _require(holds: bool, name: str, rule: str, received: Any) -> None:
-    if not holds:
-        raise ConfigError(f"`{name}` {rule}. Received: {name}={received!r}.")
+#: Fields of `DecoderConfig` that are dataclasses of their own.
+_PARTS = {
+    "positions": Positions,
+    "attention": Attention,
+    "norms": Norms,
+    "feed_forward": FeedForward,
+    "experts": Experts,
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """Architecture of a Llama-style decoder, independent of where its weights come from.
+    """Architecture of a decoder, independent of where its weights come from.
+
+    The sizes alone describe a Llama; other families differ from it in options, which
+    `tfkv.architecture` explains.
 
     Args:
         vocabulary_size: Rows of the embedding matrix.
@@ -45,15 +53,24 @@ class DecoderConfig:
         hidden_dim: Width of the residual stream (axis D).
         num_query_heads: Query heads (axis N).
         num_key_value_heads: Key/value heads (axis K); N is a multiple of K.
-        head_dim: Width of a head (axis H); even, since RoPE turns pairs.
+        head_dim: Width of a head (axis H); even, where RoPE turns all of it.
         intermediate_dim: Width of the feed-forward layer (axis F).
-        rope_max_wavelength: RoPE base ("theta").
-        rms_epsilon: Added to the mean square in RMSNorm.
+        rope_max_wavelength: RoPE base ("theta"), where `positions` does not name others.
+        rms_epsilon: Added to the mean square, or the variance, in norms.
         context_length: Positions the model was trained on, in tokens.
         tie_embeddings: Whether the output matrix is the embedding matrix.
+        positions: How a token's position is known.
+        attention: Windows, soft cap, biases and the like.
+        norms: Which, and where.
+        feed_forward: Its shape.
+        experts: Of layers that have several feed-forward layers; None = no layer has.
+        parallel_residual: Whether attention and the feed-forward layer read the same input,
+            each through its own norm.
+        embedding_scale: What embeddings are multiplied by.
+        final_soft_cap: Logits are squeezed below it; 0 = they are not.
 
     Raises:
-        ConfigError: A value is out of range, or N is not a multiple of K.
+        ConfigError: A value is out of range, or two do not fit together.
     """
 
     vocabulary_size: int
@@ -67,31 +84,121 @@ class DecoderConfig:
     rms_epsilon: float = 1e-5
     context_length: int = 2048
     tie_embeddings: bool = True
+    positions: Positions = Positions()
+    attention: Attention = Attention()
+    norms: Norms = Norms()
+    feed_forward: FeedForward = FeedForward()
+    experts: Experts | None = None
+    parallel_residual: bool = False
+    embedding_scale: float = 1.0
+    final_soft_cap: float = 0.0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if not isinstance(value, bool):
-                _require(value > 0, field.name, "must be greater than 0", value)
-        _require(
+            if field.name not in (*_PARTS, "final_soft_cap") and not isinstance(value, bool):
+                require(value > 0, field.name, "must be greater than 0", value)
+        require(
             self.num_query_heads % self.num_key_value_heads == 0,
             "num_query_heads",
             f"must be a multiple of num_key_value_heads={self.num_key_value_heads}",
             self.num_query_heads,
         )
-        _require(self.head_dim % 2 == 0, "head_dim", "must be even for RoPE", self.head_dim)
+        for name, cls in _PARTS.items():
+            object.__setattr__(self, name, read(cls, getattr(self, name)))
+        require(
+            self.final_soft_cap >= 0, "final_soft_cap", "must not be below 0", self.final_soft_cap
+        )
+        of_layers(self.attention.windows, self.num_layers, "windows")
+        of_layers(self.positions.of_layers, self.num_layers, "of_layers")
+        for rope in self.ropes:
+            rope.check(self.head_dim)
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        if self.experts is None:
+            return
+        layers, known = self.experts.layers, range(self.num_layers)
+        rule = f"must be numbers of the {self.num_layers} layers"
+        require(all(layer in known for layer in layers), "layers", rule, layers)
+        plain = FeedForward(self.feed_forward.activation)
+        rule = "must be gated and without a bias where there are experts"
+        require(self.feed_forward == plain, "feed_forward", rule, self.feed_forward)
 
     @property
     def query_group_size(self) -> int:
         """Query heads that share one key/value head (axis G)."""
         return self.num_query_heads // self.num_key_value_heads
 
+    @property
+    def query_scale(self) -> float:
+        """What queries are multiplied by."""
+        return self.attention.query_scale or self.head_dim**-0.5
+
+    @property
+    def final_epsilon(self) -> float:
+        """Epsilon of the last norm."""
+        return self.norms.final_epsilon or self.rms_epsilon
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """Rotations that layers choose from; none where positions are no rotation."""
+        if self.positions.kind != "rope":
+            return ()
+        return self.positions.ropes or (Rope(self.rope_max_wavelength),)
+
+    @property
+    def rope_of_layers(self) -> tuple[int, ...]:
+        """Which of `ropes` each layer has; -1 = none."""
+        default = 0 if self.ropes else -1
+        return self.positions.of_layers or (default,) * self.num_layers
+
+    def rope(self, layer: int) -> Rope | None:
+        """Rotation of a layer; None = it has none."""
+        number = self.rope_of_layers[layer]
+        return self.ropes[number] if number >= 0 else None
+
+    def window(self, layer: int) -> int:
+        """Newest tokens that a layer's queries see; 0 = all."""
+        return self.attention.windows[layer] if self.attention.windows else 0
+
+    def experts_of(self, layer: int) -> Experts | None:
+        """Experts of a layer, where it has any."""
+        experts = self.experts
+        has = experts is not None and (not experts.layers or layer in experts.layers)
+        return experts if has else None
+
+    def block_options(self, layer: int) -> BlockOptions:
+        """Options of one block."""
+        rope, plain = self.rope(layer), Rope(self.rope_max_wavelength)
+        return BlockOptions(
+            rope=None if rope == plain else rope,
+            alibi_scale=self.positions.alibi_scale if self.positions.kind == "alibi" else 0.0,
+            window=self.window(layer),
+            attention=dataclasses.replace(self.attention, windows=()),
+            norms=self.norms,
+            feed_forward=self.feed_forward,
+            experts=self.experts_of(layer),
+            parallel_residual=self.parallel_residual,
+        )
+
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        """All fields; options that are off are left out, so that a plain Llama reads as ever."""
+        return {
+            field.name: value
+            for field, value in zip(
+                dataclasses.fields(self), dataclasses.asdict(self).values(), strict=True
+            )
+            if field.name not in OPTIONS or getattr(self, field.name) != field.default
+        }
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
-        return _from_dict(cls, data)
+        return read(cls, data)
+
+
+#: Fields of `DecoderConfig` that a Llama does without.
+OPTIONS = frozenset({*_PARTS, "parallel_residual", "embedding_scale", "final_soft_cap"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +255,7 @@ class EngineConfig:
     xla: bool = True
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             not isinstance(self.layer_caches, str),
             "layer_caches",
             "must be several strings, such as ('0-1=int8',)",
@@ -158,13 +265,13 @@ class EngineConfig:
         object.__setattr__(self, "layer_caches", tuple(self.layer_caches))
         object.__setattr__(self, "head_budgets", tuple(map(tuple, self.head_budgets)))
         for name in ("slots", "capacity", "page_size", "decode_chunk", "prefill_tokens"):
-            _require(getattr(self, name) >= 1, name, "must be at least 1", getattr(self, name))
+            require(getattr(self, name) >= 1, name, "must be at least 1", getattr(self, name))
         for name in ("max_enqueued_batches", "ttl_ms", "scan_pages", "shared_prefill_tokens"):
-            _require(getattr(self, name) >= 1, name, "must be at least 1", getattr(self, name))
+            require(getattr(self, name) >= 1, name, "must be at least 1", getattr(self, name))
         for name in ("batch_timeout_us", "history", "pool_bytes", "tenant_sessions"):
-            _require(getattr(self, name) >= 0, name, "must not be negative", getattr(self, name))
+            require(getattr(self, name) >= 0, name, "must not be negative", getattr(self, name))
         sizes = self.batch_sizes
-        _require(
+        require(
             bool(sizes) and sizes[0] >= 1 and list(sizes) == sorted(set(sizes)),
             "batch_sizes",
             "must be ascending positive numbers without repeats",
@@ -173,7 +280,7 @@ class EngineConfig:
 
         # A repeated call must find all that it gave and got, and the token before it.
         least = self.prefill_tokens + self.decode_chunk + 1
-        _require(
+        require(
             self.history == 0 or self.history >= least,
             "history",
             f"must be 0 or at least prefill_tokens + decode_chunk + 1 = {least}",
@@ -190,4 +297,4 @@ class EngineConfig:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
-        return _from_dict(cls, data)
+        return read(cls, data)

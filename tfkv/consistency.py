@@ -189,7 +189,8 @@ class _Words:
     ) -> None:
         import tokenizers
 
-        from tfkv.serving.text import ChatTemplate, Tokenizer
+        from tfkv.chat_template import ChatTemplate
+        from tfkv.serving.text import Tokenizer
 
         self._tokenizer = None
         if tokenizer_json is not None:

@@ -32,6 +32,10 @@ class ExportError(TfkvError, RuntimeError):
     """An export did not reproduce the model it was made from; nothing was left on disk."""
 
 
+class TextError(TfkvError, ValueError):
+    """Text cannot be turned into tokens or back: no tokenizer, no template, or a bad one."""
+
+
 class ServerError(TfkvError, RuntimeError):
     """The server answered with an error that belongs to the whole call."""
 
@@ -100,6 +104,7 @@ INVALID_INPUTS = {
     23: "logprobs",
     24: "fingerprint",
     25: "page_bytes",
+    26: "system",
 }
 INPUT_NUMBERS = {name: number for number, name in INVALID_INPUTS.items()}
 

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from tfkv.config import described
+from tfkv.config import OPTIONS, described
 from tfkv.errors import ConfigError
 from tfkv.manifest import TOKENIZER_PATH, WARMUP_PATH, Manifest, TensorSpec, latest_version
 from tfkv.terminal import human_bytes
@@ -92,6 +92,7 @@ def _overview(facts: dict[str, Any], manifest: Manifest) -> Table:
             f"and {model.num_key_value_heads} key/value heads of {model.head_dim}, feed-forward "
             f"{model.intermediate_dim}, vocabulary {model.vocabulary_size}"
         ),
+        "options": _list(name for name in model.to_dict() if name in OPTIONS) or "none: a Llama",
         "trained context": f"{model.context_length} tokens",
         "cache": described(engine.cache, engine.layer_caches),
         "sessions": f"{engine.slots} of at most {manifest.positions} positions",

@@ -65,6 +65,15 @@ _LIFETIME = {
     "pin": TensorSpec("int32", default=0, meaning="1 = never expires, until a call says 0"),
     "ttl_ms": TensorSpec("int64", default=0, meaning="idle lifetime in ms, 0 = the artifact's"),
 }
+_SAMPLING = {
+    "temperature": TensorSpec("float32", default=0.0, meaning="0 = greedy"),
+    "top_p": TensorSpec("float32", default=1.0, meaning="probability mass kept"),
+    "min_p": TensorSpec("float32", default=0.0, meaning="least share of the top probability"),
+    "repetition_penalty": TensorSpec("float32", default=1.0, meaning="1 = none"),
+    "top_k": TensorSpec("int32", default=0, meaning="most candidates, 0 = all"),
+    "seed": TensorSpec("int64", default=0, meaning="the random stream of this session"),
+}
+_FINISH = TensorSpec("int32", meaning="0 none, 1 length, 2 stop, 3 capacity")
 _ANSWER = {
     "position": TensorSpec("int32", meaning="tokens the session now holds"),
     "status": TensorSpec("int32", meaning="0 = OK, see the status table"),
@@ -113,6 +122,37 @@ STATS = {
 }
 
 
+def text_signature() -> SignatureSpec:
+    """The contract of ``generate_text``, which an artifact has if its tokenizer and its chat
+    template can be put into a graph.
+
+    It has few inputs, since REST wants all of them in each call.
+    """
+    alone = dataclasses.replace(
+        _SESSION["session_id"],
+        meaning="name of the conversation; empty = one for this call alone",
+    )
+    return SignatureSpec(
+        {
+            "session_id": alone,
+            "tenant": _SESSION["tenant"],
+            **_ADAPTER,
+            "text": TensorSpec("string", meaning="the user's message, UTF-8"),
+            "system": TensorSpec(
+                "string", default="", meaning="system message of a new session; empty = none given"
+            ),
+            "max_new_tokens": TensorSpec("int32", default=256, meaning="most tokens to sample"),
+            **{name: _SAMPLING[name] for name in ("temperature", "top_p", "seed")},
+        },
+        {
+            "text": TensorSpec("string", meaning="the answer, without special tokens"),
+            "count": TensorSpec("int32", meaning="tokens sampled, stop token included"),
+            "finish": _FINISH,
+            **_ANSWER,
+        },
+    )
+
+
 def signature_table(
     engine: EngineConfig, stop_tokens: tuple[int, ...] = (), page_bytes: int = 0
 ) -> dict[str, SignatureSpec]:
@@ -133,12 +173,7 @@ def signature_table(
         "max_new_tokens": TensorSpec(
             "int32", default=chunk, meaning="tokens to sample, 0 = prefill only"
         ),
-        "temperature": TensorSpec("float32", default=0.0, meaning="0 = greedy"),
-        "top_p": TensorSpec("float32", default=1.0, meaning="probability mass kept"),
-        "min_p": TensorSpec("float32", default=0.0, meaning="least share of the top probability"),
-        "repetition_penalty": TensorSpec("float32", default=1.0, meaning="1 = none"),
-        "top_k": TensorSpec("int32", default=0, meaning="most candidates, 0 = all"),
-        "seed": TensorSpec("int64", default=0, meaning="the random stream of this session"),
+        **_SAMPLING,
         "stop_tokens": TensorSpec(
             "int32", (MAX_STOP_TOKENS,), default=stops, meaning="ids that end a turn, -1 = unused"
         ),
@@ -165,7 +200,7 @@ def signature_table(
                 "logprobs": TensorSpec(
                     "float32", (chunk,), meaning="of each under the unmodified model, 0 after"
                 ),
-                "finish": TensorSpec("int32", meaning="0 none, 1 length, 2 stop, 3 capacity"),
+                "finish": _FINISH,
                 **_ANSWER,
             },
         ),

@@ -144,14 +144,14 @@ def measure(
     def read(tokens: tf.Tensor, first: tf.Tensor, state: Any) -> tuple[list[tf.Tensor], Any]:
         given = tokens >= 0
         positions = tf.where(given, first + tf.range(width), -1)
-        x, found, after = model.token_embedding(tf.maximum(tokens, 0)), [], []
+        x, found, after = model.embed(tokens, positions), [], []
         there = tf.cast(given, tf.float32)[:, tf.newaxis, :, tf.newaxis]
         by_group = tf.tile(there, [1, 1, group, 1])
         for block, own in zip(model.blocks, state, strict=True):
             normal = block.attention_norm(x)
             queries, keys, _ = block.attention.project_in(normal, positions)
             # Grouped queries come scaled.
-            asked = queries * head_dim**0.5 * by_group
+            asked = queries / config.query_scale * by_group
             keys *= there
             seen, _ = block.attention.mixed(normal, positions, own)
             seen = attention.group_queries(seen, heads) * head_dim**0.5 * by_group

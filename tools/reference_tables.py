@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable, Mapping
 
 from tfkv.config import EngineConfig
-from tfkv.manifest import SignatureSpec, TensorSpec, signature_table
+from tfkv.manifest import SignatureSpec, TensorSpec, signature_table, text_signature
 
 DOCS = pathlib.Path(__file__).resolve().parent.parent / "docs"
 PAGES = (DOCS / "contract.md", DOCS / "operating.md")
@@ -29,7 +29,8 @@ _BLOCK = re.compile(r"(<!-- table: (?P<name>[\w.]+) -->\n).*?(<!-- /table -->)",
 def signatures() -> dict[str, SignatureSpec]:
     """The contract with N, T and C as sizes that `_NAMES` knows."""
     engine = EngineConfig(decode_chunk=_N, prefill_tokens=_T, page_size=_C)
-    return signature_table(engine, page_bytes=_PAGE_BYTES)
+    always = signature_table(engine, page_bytes=_PAGE_BYTES)
+    return {**always, "generate_text": text_signature()}
 
 
 def tables() -> dict[str, str]:

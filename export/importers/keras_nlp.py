@@ -1,8 +1,8 @@
-"""keras-nlp Llama models, from and to."""
+"""keras-nlp models, from and to."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,66 +10,75 @@ import numpy as np
 from tfkv.config import DecoderConfig
 from tfkv.errors import ConfigError, ModelSourceError
 from tfkv.export.importers.bpe import BpeVocabulary
-from tfkv.export.importers.source import ModelSource
+from tfkv.export.importers.families import Family, family_of
+from tfkv.export.importers.families.llama import LLAMA
+from tfkv.export.importers.families.parity import check_parity
+from tfkv.export.importers.source import ModelSource, expected_tensors
 
 if TYPE_CHECKING:
     from keras_hub.models import LlamaBackbone
 
 _EXACT_IN_FLOAT32 = ("float32", "bfloat16", "float16")
-_ROPE_SETTINGS = {
-    "rope_position_scaling_factor": (None, 1, 1.0),
-    "rope_frequency_adjustment_factor": (None,),
-    "rope_low_freq_factor": (None,),
-    "rope_high_freq_factor": (None,),
-    "rope_pretraining_sequence_length": (None,),
-}
 _END_TOKENS = ("end_token", "end_token2")
+#: Positions of a model that does not say how many it was trained on.
+_CONTEXT_LENGTH = 2048
 
 
-def from_keras_nlp(model: Any, context_length: int = 2048) -> ModelSource:
-    """Takes the weights out of a keras-nlp Llama, pretrained or fine-tuned.
+def from_keras_nlp(
+    model: Any, context_length: int | None = None, check: bool = True
+) -> ModelSource:
+    """Takes the weights out of a keras-nlp decoder, pretrained or fine-tuned, and proves that it
+    computes the same with them.
 
     Choose it to export what was trained in Keras. LoRA adapters are merged into the
     kernels. Weights in bfloat16 or float16 are widened to float32, exactly; the export
-    computes in float32 whatever the model's compute dtype was.
+    computes in float32 whatever the model's compute dtype was. `families.FAMILIES` has the
+    families, docs/families.md what of each.
 
     The tokenizer comes along if the model has a preprocessor whose tokenizer is a
-    ``Llama3Tokenizer`` or a plain ``BytePairTokenizer``; text is cut into words as in
-    Llama 3 and GPT-2 respectively, as the weights were trained. (keras-nlp 0.32 itself cuts
-    like GPT-2 in ``tf.data`` and, called eagerly, not at all, since it passes its pattern
-    to ``tokenizers`` as a literal string; ids of numbers and newlines can differ from
-    these.) The SentencePiece ``LlamaTokenizer`` and other classes give
-    ``tokenizer_json=None``; set it with ``dataclasses.replace``.
+    ``Llama3Tokenizer``, or that of GPT-2, OPT or GPT-NeoX or a plain ``BytePairTokenizer``;
+    text is cut into words as in Llama 3 and GPT-2 respectively, as the weights were trained.
+    (keras-nlp 0.32 itself cuts like GPT-2 in ``tf.data`` and, called eagerly, not at all,
+    since it passes its pattern to ``tokenizers`` as a literal string; ids of numbers and
+    newlines can differ from these.) The SentencePiece ``LlamaTokenizer`` and other classes
+    give ``tokenizer_json=None``; set it with ``dataclasses.replace``.
 
     Args:
-        model: ``LlamaBackbone``, ``LlamaCausalLM``, ``Llama3Backbone`` or
-            ``Llama3CausalLM``.
-        context_length: Positions the model was trained on, in tokens; keras-nlp models do
-            not say.
+        model: A backbone or a causal LM of one of the families.
+        context_length: Positions the model was trained on, in tokens; where left out, what the
+            model says, or 2048. LongRoPE takes its long factors if it is beyond the first
+            training.
+        check: Whether logits of random tokens are compared with keras-nlp's, in float32; for
+            that time both models are in memory.
 
     Returns:
         A validated `ModelSource`; no chat template, since keras-nlp has none.
 
     Raises:
-        ModelSourceError: Another class, scaled RoPE, soft-capped logits, quantised weights,
-            or weights whose dtype float32 cannot hold.
+        ModelSourceError: Another class, an option that is not supported, quantised weights,
+            weights whose dtype float32 cannot hold, or logits that differ.
     """
-    backbone = _backbone(model)
-    _check_supported(backbone)
-    weights = {name: _to_numpy(name, layer, key) for name, layer, key in _layers(backbone)}
-    if "output" in weights:
-        weights["output"] = np.ascontiguousarray(weights["output"].T)
+    family, backbone = family_of(model)
+    refusal = family.refusal(backbone)
+    if refusal:
+        raise ModelSourceError(f"This {family.name} cannot be exported: {refusal}.")
+    length = context_length or family.context(backbone) or _CONTEXT_LENGTH
+    config = _read_config(family, backbone, length)
     tokenizer = getattr(getattr(model, "preprocessor", None), "tokenizer", None)
     vocabulary = _vocabulary(model.preprocessor) if tokenizer is not None else None
     source = ModelSource(
-        config=_read_config(backbone, context_length),
-        weights=weights,
+        config=config,
+        weights={
+            name: _weight(family, backbone, name, shape) for name, shape in expected_tensors(config)
+        },
         tokenizer_json=vocabulary.to_tokenizer_json() if vocabulary else None,
         special_tokens=_special_tokens(tokenizer),
         stop_tokens=_stop_tokens(tokenizer),
         description=f"keras-nlp {type(model).__name__} {model.name!r}",
     )
     source.validate()
+    if check:
+        check_parity(source, family, backbone)
     return source
 
 
@@ -92,6 +101,12 @@ def to_keras_nlp(source: ModelSource, dtype: str = "float32") -> LlamaBackbone:
 
     source.validate()
     config = source.config
+    plain = {field: getattr(config, field) for field in _LLAMA_FIELDS}
+    if config != DecoderConfig(**plain):
+        raise ModelSourceError(
+            "Only a Llama can become a keras-nlp backbone again. Received a model with other "
+            f"options: {config!r}."
+        )
     if config.head_dim * config.num_query_heads != config.hidden_dim:
         raise ModelSourceError(
             "keras-nlp requires hidden_dim = num_query_heads * head_dim. Received: "
@@ -110,80 +125,51 @@ def to_keras_nlp(source: ModelSource, dtype: str = "float32") -> LlamaBackbone:
         tie_word_embeddings=config.tie_embeddings,
         dtype=dtype,
     )
-    for name, layer, key in _layers(backbone):
+    for name, _ in expected_tensors(config):
+        layer, key, _ = LLAMA.find(backbone, name)
         value = source.weights[name]
         getattr(layer, key).assign(value.T if name == "output" else value)
     return backbone
 
 
-def _backbone(model: Any) -> Any:
-    from keras_hub import models
-
-    if type(model) in (models.LlamaCausalLM, models.Llama3CausalLM):
-        model = model.backbone
-    # Subclasses may compute something else: only the classes that are known are taken.
-    if type(model) not in (models.LlamaBackbone, models.Llama3Backbone):
-        raise ModelSourceError(
-            f"{type(model).__module__}.{type(model).__name__} is not supported. Expected a "
-            "keras-nlp LlamaBackbone, LlamaCausalLM, Llama3Backbone or Llama3CausalLM."
-        )
-    return model
-
-
-def _check_supported(backbone: Any) -> None:
-    for name, neutral in _ROPE_SETTINGS.items():
-        value = getattr(backbone, name)
-        if value not in neutral:
-            raise ModelSourceError(
-                f"Scaled RoPE is not supported: only plain RoPE is. Received: {name}={value!r}."
-            )
-    soft_cap = backbone.token_embedding.logit_soft_cap
-    if soft_cap is not None:
-        raise ModelSourceError(
-            f"Soft-capped logits are not supported. Received: logit_soft_cap={soft_cap!r}."
-        )
+_LLAMA_FIELDS = (
+    "vocabulary_size",
+    "num_layers",
+    "hidden_dim",
+    "num_query_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_dim",
+    "rope_max_wavelength",
+    "rms_epsilon",
+    "context_length",
+    "tie_embeddings",
+)
 
 
-def _read_config(backbone: Any, context_length: int) -> DecoderConfig:
+def _read_config(family: Family, backbone: Any, context_length: int) -> DecoderConfig:
     try:
-        return DecoderConfig(
-            vocabulary_size=backbone.vocabulary_size,
-            num_layers=backbone.num_layers,
-            hidden_dim=backbone.hidden_dim,
-            num_query_heads=backbone.num_query_heads,
-            num_key_value_heads=backbone.num_key_value_heads,
-            head_dim=backbone.hidden_dim // backbone.num_query_heads,
-            intermediate_dim=backbone.intermediate_dim,
-            rope_max_wavelength=float(backbone.rope_max_wavelength),
-            rms_epsilon=float(backbone.layer_norm_epsilon),
-            context_length=context_length,
-            # The layer decides: `get_config` of keras-nlp 0.32 forgets `tie_word_embeddings`.
-            tie_embeddings=bool(backbone.token_embedding.tie_weights),
-        )
+        config = family.config(backbone, context_length)
     except ConfigError as error:
         raise ModelSourceError(f"The keras-nlp model cannot be exported: {error}") from error
+    table = family.context(backbone)
+    if config.positions.kind == "learned" and context_length != table:
+        raise ModelSourceError(
+            f"The model has learned {table} positions, no more and no less. Received: "
+            f"context_length={context_length}. Leave it out."
+        )
+    return config
 
 
-def _layers(backbone: Any) -> Iterator[tuple[str, Any, str]]:
-    """Canonical name, the layer that owns the weight, and its attribute there.
-
-    The blocks have no public accessors; these are the ones keras-nlp's own converters use.
-    """
-    yield "token_embedding", backbone.token_embedding, "embeddings"
-    for index, block in enumerate(backbone.transformer_layers):
-        prefix, attention = f"layers/{index}/", block._self_attention_layer
-        yield prefix + "query", attention._query_dense, "kernel"
-        yield prefix + "key", attention._key_dense, "kernel"
-        yield prefix + "value", attention._value_dense, "kernel"
-        yield prefix + "attention_output", attention._output_dense, "kernel"
-        yield prefix + "attention_norm", block._self_attention_layernorm, "scale"
-        yield prefix + "feedforward_norm", block._feedforward_layernorm, "scale"
-        yield prefix + "gate", block._feedforward_gate_dense, "kernel"
-        yield prefix + "up", block._feedforward_intermediate_dense, "kernel"
-        yield prefix + "down", block._feedforward_output_dense, "kernel"
-    yield "final_norm", backbone.layer_norm, "scale"
-    if not backbone.token_embedding.tie_weights:
-        yield "output", backbone.token_embedding, "reverse_embeddings"
+def _weight(family: Family, backbone: Any, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    layer, key, convert = family.find(backbone, name)
+    value = convert(_to_numpy(name, layer, key))
+    if value.size != math.prod(shape):
+        raise ModelSourceError(
+            f"Weight {name!r} has the wrong shape. Expected: {shape}, or as many numbers. "
+            f"Received: {value.shape}."
+        )
+    return np.ascontiguousarray(value.reshape(shape))
 
 
 def _to_numpy(name: str, layer: Any, key: str) -> np.ndarray:
@@ -208,7 +194,9 @@ def _vocabulary(preprocessor: Any) -> BpeVocabulary | None:
     from keras_hub import tokenizers
 
     tokenizer = preprocessor.tokenizer
-    cuts = {tokenizers.Llama3Tokenizer: "llama-bpe", tokenizers.BytePairTokenizer: "gpt-2"}
+    names = ("BytePairTokenizer", "GPT2Tokenizer", "OPTTokenizer", "GPTNeoXTokenizer")
+    cuts = {getattr(tokenizers, name): "gpt-2" for name in names}
+    cuts[tokenizers.Llama3Tokenizer] = "llama-bpe"
     cut = cuts.get(type(tokenizer))
     if cut is None or tokenizer.vocabulary is None:
         return None

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from tfkv.architecture import Experts
 from tfkv.config import DecoderConfig
 from tfkv.errors import ModelSourceError
 
@@ -15,7 +16,8 @@ def expected_tensors(config: DecoderConfig) -> Iterator[tuple[str, tuple[int, ..
     """Name and shape of every weight of a decoder: the only source of both.
 
     Axes: V vocabulary, D hidden, N query heads, K key/value heads, H head dim, F
-    feed-forward. Names and layouts are those of keras-nlp's Llama.
+    feed-forward, E experts. Names and layouts are those of keras-nlp's Llama; an option adds
+    its weights behind those that a block without it has.
 
     Args:
         config: Architecture.
@@ -23,23 +25,84 @@ def expected_tensors(config: DecoderConfig) -> Iterator[tuple[str, tuple[int, ..
     Yields:
         Canonical name and shape, embedding first, then block by block.
     """
-    width, head = config.hidden_dim, config.head_dim
-    queries, groups = config.num_query_heads, config.num_key_value_heads
+    width, normal = config.hidden_dim, config.norms.kind == "layer"
     yield "token_embedding", (config.vocabulary_size, width)
+    if config.positions.kind == "learned":
+        yield "position_embedding", (config.context_length, width)
+    if config.norms.embedding:
+        yield from _norm("embedding_norm", width, normal)
     for layer in range(config.num_layers):
-        prefix = f"layers/{layer}/"
-        yield prefix + "query", (width, queries, head)
-        yield prefix + "key", (width, groups, head)
-        yield prefix + "value", (width, groups, head)
-        yield prefix + "attention_output", (queries, head, width)
-        yield prefix + "attention_norm", (width,)
-        yield prefix + "feedforward_norm", (width,)
-        yield prefix + "gate", (width, config.intermediate_dim)
-        yield prefix + "up", (width, config.intermediate_dim)
-        yield prefix + "down", (config.intermediate_dim, width)
-    yield "final_norm", (width,)
+        for name, shape in (*_attention(config), *_feed_forward(config, layer)):
+            yield f"layers/{layer}/{name}", shape
+    yield from _norm("final_norm", width, normal)
     if not config.tie_embeddings:
         yield "output", (config.vocabulary_size, width)
+
+
+_Tensors = Iterator[tuple[str, tuple[int, ...]]]
+
+
+def _norm(name: str, width: int, biased: bool) -> _Tensors:
+    yield name, (width,)
+    if biased:
+        yield f"{name}_bias", (width,)
+
+
+def _attention(config: DecoderConfig) -> _Tensors:
+    """Of a block, with its norms."""
+    width, head, options = config.hidden_dim, config.head_dim, config.attention
+    heads = {
+        "query": config.num_query_heads,
+        "key": config.num_key_value_heads,
+        "value": config.num_key_value_heads,
+    }
+    for name, count in heads.items():
+        yield name, (width, count, head)
+    yield "attention_output", (config.num_query_heads, head, width)
+    if options.bias:
+        for name, count in heads.items():
+            yield f"{name}_bias", (count, head)
+    if options.output_bias:
+        yield "attention_output_bias", (width,)
+    if options.query_key_epsilon:
+        yield "query_norm", (head,)
+        yield "key_norm", (head,)
+    norms = {
+        "attention_norm": True,
+        "feedforward_norm": True,
+        "post_attention_norm": config.norms.post_attention,
+        "post_feedforward_norm": config.norms.post_feedforward,
+    }
+    for name, there in norms.items():
+        if there:
+            yield from _norm(name, width, config.norms.kind == "layer")
+
+
+def _feed_forward(config: DecoderConfig, layer: int) -> _Tensors:
+    width, inner, options = config.hidden_dim, config.intermediate_dim, config.feed_forward
+    experts = config.experts_of(layer)
+    if experts is not None:
+        yield from _experts(experts, width)
+        return
+    shapes = {"gate": (width, inner), "up": (width, inner), "down": (inner, width)}
+    for name, shape in shapes.items():
+        if name != "gate" or options.gated:
+            yield name, shape
+            if options.bias:
+                yield f"{name}_bias", shape[1:]
+
+
+def _experts(experts: Experts, width: int) -> _Tensors:
+    count, inner, shared = experts.count, experts.intermediate_dim, experts.shared_dim
+    yield "router", (width, count)
+    yield "expert_gate", (count, width, inner)
+    yield "expert_up", (count, width, inner)
+    yield "expert_down", (count, inner, width)
+    if shared:
+        yield "shared_router", (width, 1)
+        yield "shared_gate", (width, shared)
+        yield "shared_up", (width, shared)
+        yield "shared_down", (shared, width)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -57,7 +120,8 @@ class ModelSource:
             ``key`` and ``value [D, K, H]``, ``attention_output [N, H, D]``,
             ``attention_norm`` and ``feedforward_norm [D]``, ``gate`` and ``up [D, F]``,
             ``down [F, D]``; ``final_norm [D]``; ``output [V, D]`` only where it is not
-            tied to the embedding. RoPE turns pairs (i, i + H/2), "rotate half".
+            tied to the embedding; and those that options add. RoPE turns pairs (i, i + H/2),
+            "rotate half".
         tokenizer_json: Tokenizer for the ``tokenizers`` library, ``None`` where the source
             has none that can be expressed so.
         chat_template: Jinja2 template of a conversation, empty where there is none.

@@ -45,6 +45,7 @@ class CachePolicy(abc.ABC):
         chunk_invariant: Whether the result is the same however the prompt is cut.
         evicts: Whether it is an `EvictingPolicy`.
         selects: Whether a token that is read alone looks at some pages only, as of `Quest`.
+        extrapolates: Whether it foresees the scores of queries to come from how they turn.
     """
 
     name = ""
@@ -52,6 +53,7 @@ class CachePolicy(abc.ABC):
     chunk_invariant = True
     evicts = False
     selects = False
+    extrapolates = False
 
     @abc.abstractmethod
     def layout(self, capacity: int, slack: int, page_size: int = 1) -> EntryLayout:

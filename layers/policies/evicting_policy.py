@@ -8,9 +8,12 @@ from typing import NamedTuple, Self
 
 import tensorflow as tf
 
+from tfkv.architecture import Rope
 from tfkv.errors import ConfigError
 from tfkv.layers.entry_layout import EntryLayout
 from tfkv.layers.policies.cache_policy import BudgetTables, CachePolicy, round_up
+from tfkv.layers.scoring import PLAIN, Scoring
+from tfkv.layers.shapes import shape_of
 
 #: Score of what is never evicted, and of what is not there: beyond any other.
 PROTECTED, ABSENT = 1e30, -1e30
@@ -24,12 +27,13 @@ class Seen(NamedTuple):
         values: float32 ``[B, K, S, H]``.
         positions: int32 ``[B, K, S]``; −1 = empty.
         filled: int32 ``[B]``, tokens the session holds.
-        queries: float32 ``[B, K, G, W, H]``, the newest queries, RoPE applied, times 1/√H.
+        queries: float32 ``[B, K, G, W, H]``, the newest queries, RoPE applied, and scaled.
         asked_at: int32 ``[B, W]``, their positions; −1 = none.
         mass: float32 ``[B, K, S]``, what `EvictingPolicy.accumulate` made of the attention
             that each entry got.
         output_kernel: float32 ``[K, G, H, D]`` of the projection behind the heads.
-        rope_max_wavelength: RoPE base; None = no rotation.
+        rope: How queries and keys were turned; None = not at all.
+        scoring: Of the layer.
     """
 
     keys: tf.Tensor
@@ -40,7 +44,8 @@ class Seen(NamedTuple):
     asked_at: tf.Tensor
     mass: tf.Tensor
     output_kernel: tf.Tensor
-    rope_max_wavelength: float | None
+    rope: Rope | None
+    scoring: Scoring = PLAIN
 
     @property
     def valid(self) -> tf.Tensor:
@@ -51,11 +56,22 @@ class Seen(NamedTuple):
         """Softmax attention of the newest queries over all entries, ``[B, K, G, W, S]``; zeros
         for a query that is not there."""
         scores = tf.einsum("bkgwh,bksh->bkgws", self.queries, self.keys)
+        if self.scoring.adjusts:
+            scores = self._scored(scores)
         keys = self.positions[:, :, tf.newaxis, tf.newaxis]
         asked = self.asked_at[:, tf.newaxis, tf.newaxis, :, tf.newaxis]
         visible = (keys >= 0) & (keys <= asked)
+        at = self.positions[:, :, tf.newaxis]
+        visible = self.scoring.narrow(visible, self.asked_at[:, tf.newaxis, tf.newaxis], at)
         weights = tf.nn.softmax(tf.where(visible, scores, ABSENT), axis=-1)
         return tf.where(visible, weights, 0.0)
+
+    def _scored(self, scores: tf.Tensor) -> tf.Tensor:
+        """``scores [B, K, G, W, S]`` with soft cap and ALiBi."""
+        rows, heads, group, width, size = shape_of(scores)
+        scoring = self.scoring.between(self.asked_at[:, tf.newaxis], self.positions)
+        flat = scoring(tf.reshape(scores, [rows, heads, group * width, size]))
+        return tf.reshape(flat, [rows, heads, group, width, size])
 
     def output_norms(self) -> tf.Tensor:
         """L1 norm of each value behind the output projection, mean over the group;

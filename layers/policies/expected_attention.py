@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfkv.errors import ConfigError
 from tfkv.layers.policies.evicting_policy import ABSENT, EvictingPolicy, Seen
-from tfkv.layers.rotary import rotary_angles, rotate
+from tfkv.layers.rotary import once_more, rotary_angles, rotate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +34,7 @@ class ExpectedAttention(EvictingPolicy):
     """
 
     name = "expected_attention"
+    extrapolates = True
     recent: int = 32
     window: int = 128
     future: int = 512
@@ -69,9 +70,9 @@ class ExpectedAttention(EvictingPolicy):
 
     def _unrotated(self, seen: Seen) -> tf.Tensor:
         """The queries before RoPE."""
-        if seen.rope_max_wavelength is None:
+        if seen.rope is None:
             return seen.queries
-        cosine, sine = rotary_angles(seen.asked_at, seen.keys.shape[-1], seen.rope_max_wavelength)
+        cosine, sine = rotary_angles(seen.asked_at, seen.keys.shape[-1], once_more(seen.rope))
         turned = rotate(
             tf.transpose(seen.queries, [0, 3, 1, 2, 4]),
             cosine[:, :, tf.newaxis],
@@ -83,9 +84,9 @@ class ExpectedAttention(EvictingPolicy):
         """Mean matrix ``[B, H, H]`` that turns a query to the positions to come."""
         size = seen.keys.shape[-1]
         identity = tf.eye(size, batch_shape=[seen.filled.shape[0]])
-        if seen.rope_max_wavelength is None:
+        if seen.rope is None:
             return identity
         ahead = seen.filled[:, tf.newaxis] + tf.range(self.future)
-        angles = rotary_angles(ahead, size, seen.rope_max_wavelength)
+        angles = rotary_angles(ahead, size, once_more(seen.rope))
         cosine, sine = (tf.reduce_mean(part, axis=1, keepdims=True) for part in angles)
         return rotate(identity[:, :, tf.newaxis], cosine, sine)[:, :, 0]

@@ -9,7 +9,7 @@ import pytest
 
 from tfkv.config import EngineConfig
 from tfkv.errors import INVALID_INPUTS, Finish, Status
-from tfkv.manifest import OVERFLOW_POLICIES, signature_table
+from tfkv.manifest import OVERFLOW_POLICIES, SignatureSpec, signature_table, text_signature
 
 REMEDY = "run: python tools/reference_tables.py"
 
@@ -26,6 +26,11 @@ def rows_of(text: str, head: str) -> list[list[str]]:
     return rows
 
 
+def signatures() -> dict[str, SignatureSpec]:
+    """Every signature that an artifact may have."""
+    return {**signature_table(EngineConfig()), "generate_text": text_signature()}
+
+
 @pytest.mark.parametrize("page", ["contract.md", "operating.md"])
 def test_tables_of_a_page_equal_the_code(root: pathlib.Path, reference_tables, page: str):
     text = (root / "docs" / page).read_text(encoding="utf-8")
@@ -34,17 +39,13 @@ def test_tables_of_a_page_equal_the_code(root: pathlib.Path, reference_tables, p
 
 def test_contract_shows_every_signature(reference_tables, contract: str):
     shown = set(re.findall(r"<!-- table: ([\w.]+) -->", contract))
-    sides = {
-        f"{name}.{side}"
-        for name in signature_table(EngineConfig())
-        for side in ("inputs", "outputs")
-    }
+    sides = {f"{name}.{side}" for name in signatures() for side in ("inputs", "outputs")}
     assert shown == sides
     assert sides <= set(reference_tables.tables())
 
 
 def test_every_input_and_output_has_a_meaning():
-    for name, spec in signature_table(EngineConfig()).items():
+    for name, spec in signatures().items():
         for key, tensor in {**spec.inputs, **spec.outputs}.items():
             assert tensor.meaning, f"{name}: {key}"
 

@@ -13,7 +13,7 @@ import typer.main
 
 from tfkv.cli import app
 from tfkv.config import EngineConfig
-from tfkv.manifest import signature_table
+from tfkv.manifest import signature_table, text_signature
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "docker" / "README.md"])
@@ -72,12 +72,18 @@ def test_python_snippets_import_what_there_is(page: pathlib.Path):
                 assert all(alias.name in module.__all__ for alias in node.names)
 
 
-def test_readme_call_names_every_input():
+def test_readme_calls_name_every_input():
     """REST has no defaults."""
-    (code,) = [block for block in blocks(ROOT / "README.md", "sh") if "curl" in block]
-    body = json.loads(re.search(r"-d '(.*)'", code, re.DOTALL).group(1))
-    spec = signature_table(EngineConfig())[body["signature_name"]]
-    assert set(body["inputs"]) == set(spec.inputs)
+    specs = {**signature_table(EngineConfig()), "generate_text": text_signature()}
+    bodies = [
+        json.loads(re.search(r"-d '(.*)'", block, re.DOTALL).group(1))
+        for block in blocks(ROOT / "README.md", "sh")
+        if "curl" in block
+    ]
+    assert [body["signature_name"] for body in bodies] == ["generate_text", "generate"]
+    for body in bodies:
+        for sent in body.get("instances") or [body["inputs"]]:
+            assert set(sent) == set(specs[body["signature_name"]].inputs)
 
 
 def test_readme_tables_name_every_policy_and_codec():

@@ -6,6 +6,7 @@ import pytest
 import reference
 import tensorflow as tf
 
+from tfkv.architecture import Attention, BlockOptions, Experts, FeedForward, Norms, Rope
 from tfkv.errors import ConfigError
 from tfkv.layers import DecoderBlock
 
@@ -53,3 +54,26 @@ def test_config_round_trip():
 def test_arguments_out_of_range():
     with pytest.raises(ConfigError, match="`intermediate_dim` must be an integer of at least 1"):
         DecoderBlock(4, 2, 8, 0)
+
+
+def test_options_round_trip():
+    options = BlockOptions(
+        rope=Rope(500.0, 4, (1.0, 2.0), 1.2),
+        window=5,
+        attention=Attention(soft_cap=2.0, query_key_epsilon=1e-6, bias=True, output_bias=True),
+        norms=Norms("layer", post_attention=True, post_feedforward=True),
+        feed_forward=FeedForward("gelu_tanh"),
+        experts=Experts(4, 2, 16, True, 8),
+        parallel_residual=True,
+    )
+    block = _block(options=options)
+    twin = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(block))
+    assert twin.get_config() == block.get_config()
+    assert twin.options == options
+    assert [w.path for w in twin.weights] == [w.path for w in block.weights]
+
+
+def test_plain_options_are_a_llama():
+    names = [weight.path for weight in _block().weights]
+    assert names == [weight.path for weight in _block(options=BlockOptions()).weights]
+    assert not any(word in name for name in names for word in ("bias", "experts", "post"))

@@ -127,3 +127,32 @@ def test_stats_tell_what_a_session_holds(client: Client):
         # 100 given, of which the last is fed by the first decode step.
         assert held["tokens_prefilled"] - before["tokens_prefilled"] == 99
     assert client.stats()["sessions_closed"] == before["sessions_closed"] + 1
+
+
+def ask(server: ServerProcess, session: str, text: str, **others: Any) -> dict[str, Any]:
+    """The answer to a text, as curl would get it."""
+    row = {"session_id": session, "tenant": "", "adapter": "", "text": text, "system": ""}
+    row |= {"max_new_tokens": 64, "temperature": 0.0, "top_p": 1.0, "seed": 0, **others}
+    code, answer = post(server.url, signature_name="generate_text", instances=[row])
+    assert code == 200, answer
+    return answer["predictions"][0]
+
+
+def test_text_is_answered_with_the_text_that_the_client_gets(client: Client, server: ServerProcess):
+    question = "What is the capital of France?"
+    alone = ask(server, "", question)
+    assert (alone["text"], alone["status"]) == ("The capital of France is Paris.", Status.OK)
+    turns = [("Who wrote Faust?", 24), ("Say that in German: café, 12 Äpfel!", 9), ("Why?", 40)]
+    with client.session() as session:
+        for text, count in turns:
+            expected = session.chat(text, count).run()
+            got = ask(server, "by curl", text, max_new_tokens=count)
+            assert (got["text"], got["count"]) == (expected.text, len(expected.tokens))
+    one(client, "close", session_id="by curl")
+
+
+def test_a_long_text_is_read_in_several_calls(client: Client, server: ServerProcess):
+    text = "The launch code is 4711. " + "Nothing else matters in this line. " * 160
+    got = ask(server, "", f"{text}\nWhat is the launch code?")
+    assert got["status"] == Status.OK
+    assert "4711" in got["text"]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pathlib
+import sys
 from collections.abc import Callable, Mapping
 
 import gguf
 import numpy as np
 import pytest
 import tokenizers
+
+sys.path.append(str(pathlib.Path(__file__).parent))
 
 from tfkv.config import DecoderConfig
 from tfkv.export.importers import ModelSource, expected_tensors, load

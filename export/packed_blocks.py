@@ -1,0 +1,164 @@
+"""Decoder blocks over packed weights: all of them but attention itself."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from tfkv.architecture import Experts
+from tfkv.config import DecoderConfig
+from tfkv.export.layer_options import Angles
+from tfkv.export.layer_pools import Layer
+from tfkv.export.packed_weights import PackedWeights
+from tfkv.layers.feed_forward import activate, mix_experts, route
+from tfkv.layers.normalization import normalize, rms_normalize
+from tfkv.layers.rotary import rotate
+from tfkv.layers.scoring import soft_cap
+from tfkv.layers.shapes import shape_of
+
+#: Packed weights that only layers with a plain feed-forward layer have, and only those with
+#: experts.
+_DENSE = ("gate_up", "gate_up_bias", "down", "down_bias")
+_SPARSE = (
+    "router",
+    "expert_gate_up",
+    "expert_down",
+    "shared_router",
+    "shared_gate_up",
+    "shared_down",
+)
+
+#: Packed weights of one block, or those beside the blocks, by name.
+Block = dict[str, tf.Tensor]
+
+
+class Weights(NamedTuple):
+    """`PackedWeights` read once for a computation."""
+
+    embedding: tf.Tensor
+    output: tf.Tensor
+    outer: Block
+    stacked: Block
+
+
+def read_weights(packed: PackedWeights) -> Weights:
+    """All weights as tensors, for use inside loops."""
+    return Weights(
+        packed.embedding.read_value(),
+        packed.output.read_value(),
+        {name: weight.read_value() for name, weight in packed.outer.items()},
+        {name: weight.read_value() for name, weight in packed.stacked.items()},
+    )
+
+
+class PackedBlocks:
+    """What a model computes around attention, with its options; one that is off adds nothing.
+
+    Args:
+        config: Architecture.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        self.config = config
+
+    def embed(self, weights: Weights, tokens: tf.Tensor, positions: tf.Tensor) -> tf.Tensor:
+        """What the first block gets, ``[A, T, D]``, of ``tokens [A, T]`` at ``positions
+        [A, T]``; −1 = not a token."""
+        c, outer = self.config, weights.outer
+        x = tf.gather(weights.embedding, tokens)
+        if c.embedding_scale != 1:
+            x *= c.embedding_scale
+        if c.positions.kind == "learned":
+            x += tf.gather(outer["position_embedding"], tf.maximum(positions, 0))
+        return self._normal(outer, "embedding_norm", x) if c.norms.embedding else x
+
+    @staticmethod
+    def weights_of(weights: Weights, layer: Layer) -> Block:
+        """Weights of one block."""
+        others = _DENSE if layer.sparse else _SPARSE
+        return {
+            name: value[layer.feed if name in (*_DENSE, *_SPARSE) else layer.number]
+            for name, value in weights.stacked.items()
+            if name not in others
+        }
+
+    def project(
+        self, w: Block, x: tf.Tensor, angles: Angles
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Queries ``[A, T, N, H]``, keys and values ``[A, T, K, H]``, rotated."""
+        c = self.config
+        heads = [c.num_query_heads, c.num_key_value_heads, c.num_key_value_heads]
+        normal = self._normal(w, "attention_norm", x)
+        fused = linear(normal, w["qkv"], w.get("qkv_bias"))
+        q, k, v = tf.split(
+            tf.reshape(fused, [*shape_of(x)[:2], sum(heads), c.head_dim]), heads, axis=2
+        )
+        epsilon = c.attention.query_key_epsilon
+        if epsilon:
+            q = rms_normalize(q, w["query_norm"], epsilon)
+            k = rms_normalize(k, w["key_norm"], epsilon)
+        if angles is None:
+            return q, k, v
+        return rotate(q, *angles), rotate(k, *angles), v
+
+    def attention_output(self, w: Block, seen: tf.Tensor) -> tf.Tensor:
+        """What attention adds, of what its heads saw, ``[A, T, N · H]``."""
+        added = linear(seen, w["attention_output"], w.get("attention_output_bias"))
+        if not self.config.norms.post_attention:
+            return added
+        return self._normal(w, "post_attention_norm", added)
+
+    def feed_forward(self, w: Block, x: tf.Tensor, sparse: bool) -> tf.Tensor:
+        """What the feed-forward layer adds to ``x [A, T, D]``."""
+        c = self.config
+        normal = self._normal(w, "feedforward_norm", x)
+        if sparse and c.experts is not None:
+            added = self._experts(w, normal, c.experts)
+        else:
+            inner = linear(normal, w["gate_up"], w.get("gate_up_bias"))
+            gate, up = tf.split(inner, 2, axis=-1) if c.feed_forward.gated else (inner, None)
+            inner = activate(gate, up, c.feed_forward.activation)
+            added = linear(inner, w["down"], w.get("down_bias"))
+        if not c.norms.post_feedforward:
+            return added
+        return self._normal(w, "post_feedforward_norm", added)
+
+    def _experts(self, w: Block, normal: tf.Tensor, experts: Experts) -> tf.Tensor:
+        """What a mixture of experts makes of ``[A, T, D]``."""
+        activation = self.config.feed_forward.activation
+        rows = tf.reshape(normal, [-1, self.config.hidden_dim])
+        weights = route(linear(rows, w["router"]), experts.top_k, experts.normalize)
+        every = tf.matmul(rows[tf.newaxis], w["expert_gate_up"], transpose_b=True)
+        gate, up = tf.split(every, 2, axis=-1)
+        inner = activate(gate, up, activation)
+        mixed = mix_experts(tf.matmul(inner, w["expert_down"], transpose_b=True), weights)
+        if experts.shared_dim:
+            gate, up = tf.split(linear(rows, w["shared_gate_up"]), 2, axis=-1)
+            shared = linear(activate(gate, up, activation), w["shared_down"])
+            mixed += shared * tf.sigmoid(linear(rows, w["shared_router"]))
+        return tf.reshape(mixed, shape_of(normal))
+
+    def logits(self, weights: Weights, x: tf.Tensor) -> tf.Tensor:
+        """Logits ``[..., V]`` of block outputs ``[..., D]``."""
+        outer = weights.outer
+        bias, epsilon = outer.get("final_norm_bias"), self.config.final_epsilon
+        normal = normalize(x, outer["final_norm"], bias, epsilon)
+        return soft_cap(linear(normal, weights.output), self.config.final_soft_cap)
+
+    def _normal(self, weights: Block, name: str, x: tf.Tensor) -> tf.Tensor:
+        """``x [..., D]`` through a norm."""
+        bias = weights.get(f"{name}_bias")
+        return normalize(x, weights[name], bias, self.config.rms_epsilon)
+
+
+def linear(x: tf.Tensor, weight: tf.Tensor, bias: tf.Tensor | None = None) -> tf.Tensor:
+    """``x [..., in]`` times ``weight [out, in]``, plus a bias where there is one.
+
+    One matrix product: left to itself, a product with a batch axis would repeat the weights
+    for each row.
+    """
+    *lead, width = shape_of(x)
+    flat = tf.matmul(tf.reshape(x, [-1, width]), weight, transpose_b=True)
+    flat = flat if bias is None else flat + bias
+    return tf.reshape(flat, [*lead, weight.shape[0]])
