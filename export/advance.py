@@ -247,7 +247,7 @@ class Advance:
             keys_at = tf.where(columns <= loop.step, start[:, tf.newaxis] + columns, -1)
             looks = decoder.looks(queries_at, keys_at)
             here = (columns == loop.step)[:, tf.newaxis]
-            reading = Reading(parts, queries_at, scan, tails)
+            reading = Reading(parts, queries_at, scan, tails, alone=True)
 
             def attend(layer: Layer, q: tf.Tensor, k: tf.Tensor, v: tf.Tensor) -> Partial:
                 fresh = decoder.attend_step(loop.fresh, layer, (k, v), here, looks, q)

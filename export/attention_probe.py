@@ -59,7 +59,10 @@ class AttentionProbe:
         entries = layout.positions_of(tf.maximum(filled, position + 1))
         own = tf.range(layout.entries) == layout.entry_of(position)[:, tf.newaxis]
         entries = tf.where(own, position[:, tf.newaxis], entries)
-        query, key = self._project(token, position, layer, table, tails)
+        scan = decoder.scan(table, tf.maximum(position, 0), tails.floor, position >= 0)
+        at = position[:, tf.newaxis]
+        reading = Reading(decoder.read_cache(), at, scan, tails, alone=True)
+        query, key = self._project(reading, token, layer)
         first, *others = decoder.pools.pools
         scores = self._scores(first, query, position, entries, layer, table, tails)
         for pool in others:
@@ -70,25 +73,52 @@ class AttentionProbe:
         scores = tf.where(own[:, tf.newaxis, tf.newaxis], alone, scores)
         asked_at, scoring = position[:, tf.newaxis], scoring_of(decoder.config, layer)
         mask = scoring.narrow(decoder.geometry.mask(asked_at, entries), asked_at, entries)
+        if any(decoder.geometry.selects):
+            mask = mask[:, tf.newaxis] & (
+                self._read(reading, query, entries, layer) | own[:, None, None]
+            )
         weights = attention.attention_weights(scoring.between(asked_at, entries)(scores), mask)
         shape = [tf.size(position), decoder.config.num_query_heads, layout.entries]
         return tf.reshape(weights, shape), entries
 
+    def _read(
+        self, reading: Reading, query: tf.Tensor, entries: tf.Tensor, layer: tf.Tensor
+    ) -> tf.Tensor:
+        """Which entries a row's layer reads where layers select pages, bool ``[B, K, 1, S]``."""
+        decoder, position = self._decoder, reading.positions[:, 0]
+        size = decoder.geometry.page_size
+        read = tf.ones(
+            [tf.size(layer), decoder.config.num_key_value_heads, entries.shape[1]], tf.bool
+        )
+        for pool in decoder.pools.pools:
+            if not pool.selects:
+                continue
+            row = _row_in(pool, layer)[:, tf.newaxis]
+            mine = Layer(layer, row, pool, feed=row, sparse=False)
+            chosen, _ = decoder.choose_pages(reading, mine, query)
+            here = chosen[..., tf.newaxis] == tf.range(decoder.geometry.columns)
+            some = tf.repeat(tf.reduce_any(here, axis=2), size, axis=-1)
+            if pool.codec.recent:
+                near = self._near(pool.codec, reading.tails, position, entries)
+                some |= near[:, tf.newaxis]
+            own = tf.reduce_any(layer[:, tf.newaxis] == tf.constant(pool.layers), axis=1)
+            read = tf.where(own[:, tf.newaxis, tf.newaxis], some, read)
+        return read[:, :, tf.newaxis]
+
+    def _near(
+        self, codec: CacheCodec, tails: Tails, position: tf.Tensor, entries: tf.Tensor
+    ) -> tf.Tensor:
+        """Entries that are read exactly, bool ``[B, S]``."""
+        near = masks.exact(position[:, tf.newaxis], entries, codec.recent, codec.sinks)[:, 0]
+        return near & self._decoder.tail.holds(codec, tails, position, entries) & (entries >= 0)
+
     def _project(
-        self,
-        token: tf.Tensor,
-        position: tf.Tensor,
-        layer: tf.Tensor,
-        table: tf.Tensor,
-        tails: Tails,
+        self, reading: Reading, token: tf.Tensor, layer: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Grouped query ``[B, K, G, H]`` and key ``[B, K, 1, H]`` of the token in its layer."""
-        decoder = self._decoder
+        decoder, queries_at = self._decoder, reading.positions
         weights = decoder.read_weights()
-        queries_at = position[:, tf.newaxis]
         angles = decoder.turning.angles(queries_at)
-        scan = decoder.scan(table, tf.maximum(position, 0), tails.floor, position >= 0)
-        reading = Reading(decoder.read_cache(), queries_at, scan, tails)
         looks = decoder.looks(queries_at, queries_at)
 
         def attend(at: Layer, q: tf.Tensor, k: tf.Tensor, v: tf.Tensor) -> Partial:
@@ -160,17 +190,21 @@ class AttentionProbe:
         exact = tf.where(sink, _FRESH.scores(looking, {"codes": keys}), exact)
         entry = tf.maximum(tail.layout.entry_of(entries), 0)
         exact = tf.gather(tf.transpose(exact, [0, 3, 1, 2]), entry, batch_dims=1)
-        near = masks.exact(position[:, tf.newaxis], entries, codec.recent, codec.sinks)[:, 0]
-        near &= tail.holds(codec, tails, position, entries) & (entries >= 0)
+        near = self._near(codec, tails, position, entries)
         return tf.where(near[:, tf.newaxis, tf.newaxis], tf.transpose(exact, [0, 2, 3, 1]), scores)
+
+
+def _row_in(pool: PagePool, layer: tf.Tensor) -> tf.Tensor:
+    """How many of the pool's layers come before each of ``layer [B]``; the last where it is behind
+    all of them."""
+    before = tf.reduce_sum(tf.cast(layer[:, tf.newaxis] > tf.constant(pool.layers), tf.int32), 1)
+    return tf.minimum(before, len(pool.layers) - 1)
 
 
 def _keys(pool: PagePool, table: tf.Tensor, layer: tf.Tensor) -> Coded:
     """Coded keys of all entries in each row's layer, parts ``[B, K, ..., S]``."""
     rows, columns = tf.shape(table)[0], table.shape[1]
-    # How many of the pool's layers come before it; the last where it is behind all of them.
-    before = tf.reduce_sum(tf.cast(layer[:, tf.newaxis] > tf.constant(pool.layers), tf.int32), 1)
-    layers = tf.repeat(tf.minimum(before, len(pool.layers) - 1), columns)
+    layers = tf.repeat(_row_in(pool, layer), columns)
     keys, _ = pool.gather(pool.read(), tf.reshape(table, [-1]), layers)
 
     def join(part: tf.Tensor) -> tf.Tensor:

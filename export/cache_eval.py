@@ -34,7 +34,14 @@ from tfkv.export.exporter import checked, with_budgets
 from tfkv.export.importers import ModelSource, load
 from tfkv.layers.cache_spec import CacheSpec
 from tfkv.layers.per_layer import normal_form, with_exceptions
-from tfkv.layers.policies import EvictingPolicy, RandomEviction, RecentTokens
+from tfkv.layers.policies import (
+    EvictingPolicy,
+    Quest,
+    RandomEviction,
+    RandomPages,
+    RecentPages,
+    RecentTokens,
+)
 from tfkv.tasks import TASKS, Context, Hay, chosen
 from tfkv.tasks.asking import Answers, ask
 
@@ -304,6 +311,9 @@ def open_reader(
     config = EngineConfig(
         cache=cache, slots=1, capacity=capacity, batch_sizes=(1,), layer_caches=exceptions
     )
+    policy = CacheSpec.parse(cache).policy
+    if policy.selects:
+        config = dataclasses.replace(config, page_size=policy.together)
     config = with_budgets(model, config, tables)
     return EngineReader(Engine(model.config, model.weights, config, calibration=tables))
 
@@ -312,7 +322,7 @@ def _compare(
     full: EngineReader, reader: EngineReader, read: Sequence[np.ndarray]
 ) -> tuple[Comparison, float]:
     """What `against_full` says of one cache."""
-    found, length = compare_caches(full, reader, read, PREFILL_PIECE), len(read[0])
+    found, length = compare_caches(full, reader, read, _piece(reader)), len(read[0])
     engine = reader.engine
     policy = engine.geometry.cache.policy
     entries = min(engine.geometry.layout.entries, length)
@@ -320,6 +330,11 @@ def _compare(
         # On pages are the tokens since the last eviction.
         entries = min(policy.interval, length)
     return found, (engine.bytes_per_token * entries + engine.beside_bytes) / length
+
+
+def _piece(reader: EngineReader) -> int:
+    """Tokens read at once, so that a cache is read as decode steps read it."""
+    return 1 if reader.engine.geometry.cache.policy.selects else PREFILL_PIECE
 
 
 def _asked(
@@ -332,7 +347,7 @@ def _asked(
     aware: list[bool] = []
     for context, asks in zip(contexts, np.split(np.array(wanted), cuts), strict=True):
         if asks.any():
-            answers = ask(reader, context, asks.tolist(), differs)
+            answers = ask(reader, context, asks.tolist(), differs, _piece(reader))
         else:
             answers = Answers(asks.tolist(), asks.tolist())
         agnostic += answers.agnostic
@@ -346,7 +361,21 @@ def _baselines(
     """What caches, with exceptions, have to beat where so many tokens are read."""
     forms = list(forms)
     windows = [window for form in forms for window in _windows(model, *form, length)]
-    return windows + [other for spec, _ in forms for other in _plain_evictions(spec)]
+    plain = [
+        other for spec, _ in forms for other in (*_plain_evictions(spec), *_plain_selections(spec))
+    ]
+    return windows + plain
+
+
+def _plain_selections(spec: CacheSpec) -> list[str]:
+    """What a policy that selects has to beat: other pages, as many of them."""
+    policy = spec.policy
+    if not isinstance(policy, Quest) or isinstance(policy, (RandomPages, RecentPages)):
+        return []
+    common = dataclasses.asdict(policy)
+    return [
+        str(dataclasses.replace(spec, policy=one(**common))) for one in (RandomPages, RecentPages)
+    ]
 
 
 def _plain_evictions(spec: CacheSpec) -> list[str]:

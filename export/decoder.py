@@ -9,7 +9,9 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tfkv.config import DecoderConfig
+from tfkv.errors import CacheError
 from tfkv.export import page_scan
+from tfkv.export.bounded_pages import write_bounds
 from tfkv.export.exact_tail import ExactTail, Tails
 from tfkv.export.geometry import CacheGeometry
 from tfkv.export.kept_tokens import Evicted, KeptTokens
@@ -23,6 +25,7 @@ from tfkv.export.page_scan import PageList, PageScan
 from tfkv.layers import attention, masks
 from tfkv.layers.attention import Partial
 from tfkv.layers.codecs import CacheCodec, Coded, FloatCodec
+from tfkv.layers.policies import Quest
 from tfkv.layers.rotary import steps_back, turn_grouped
 from tfkv.layers.shapes import keep_shape, shape_of
 
@@ -68,12 +71,14 @@ class Reading(NamedTuple):
         positions: int32 ``[B, T]``, of the queries; −1 = none.
         scan: The pages that the rows read.
         tails: What is kept exactly of them.
+        alone: Whether each query is a token that is read alone, for which a policy may select.
     """
 
     parts: Parts
     positions: tf.Tensor
     scan: PageScan
     tails: Tails
+    alone: bool
 
 
 class PackedDecoder:
@@ -135,17 +140,33 @@ class PackedDecoder:
     ) -> Partial:
         """Attention of grouped ``queries [B, K, Q, H]`` over pages, over what is kept exactly of
         the same rows, and over the tokens that `fresh` has seen already."""
-        parts, positions, scan, tails = reading
-        codec, size = layer.codec, self.geometry.page_size
+        codec = layer.codec
         if codec.recent:
             fresh = attention.merge(fresh, self._attend_exact(reading, layer, queries))
         if self._furthest is not None:
             fresh = attention.merge(fresh, self._attend_sinks(reading, layer, queries))
-        prepared, scoring = codec.prepare(queries), scoring_of(self.config, layer.number)
+        prepared = codec.prepare(queries)
         # Rotated values are mixed as they are, and what came of them is rotated back once.
         seen = fresh
         if codec.rotate:
             seen = attention.nothing(queries, codec.values.mixed_width(self.config.head_dim))
+        if reading.alone and layer.pool.selects:
+            seen = self._attend_selected(reading, layer, queries, prepared, seen)
+        else:
+            seen = self._attend_pages(reading, layer, prepared, seen)
+        if self.kept.evicts:
+            seen = self._attend_kept(reading, layer, prepared, seen)
+        if not codec.rotate:
+            return seen
+        return attention.merge(fresh, seen._replace(output=codec.finish(seen.output)))
+
+    def _attend_pages(
+        self, reading: Reading, layer: Layer, prepared: tf.Tensor, seen: Partial
+    ) -> Partial:
+        """`seen`, and all pages of the rows; the output unfinished."""
+        parts, positions, scan, tails, _ = reading
+        codec, size = layer.codec, self.geometry.page_size
+        scoring = scoring_of(self.config, layer.number)
 
         def of_several(so_far: Partial, pages: PageList) -> Partial:
             keys = pages.bases[:, tf.newaxis] + tf.range(size)
@@ -183,31 +204,56 @@ class PackedDecoder:
             return attention.attend_owned(so_far, asked, *coded, mask, codec, pages.owners, apart)
 
         # One row has nobody to share with: a loop less to compile.
-        if queries.shape[0] != 1:
+        if prepared.shape[0] != 1:
             seen = self._over(scan.shared, seen, of_several)
-        seen = self._over(scan.own, seen, of_one)
-        if self.kept.evicts:
-            seen = self._attend_kept(reading, layer, prepared, seen)
-        if not codec.rotate:
-            return seen
-        return attention.merge(fresh, seen._replace(output=codec.finish(seen.output)))
+        return self._over(scan.own, seen, of_one)
 
     def _attend_kept(
         self, reading: Reading, layer: Layer, prepared: tf.Tensor, seen: Partial
     ) -> Partial:
         """`seen`, and what a policy kept of the rows; the output unfinished."""
-        parts, positions, scan, tails = reading
-        kept, codec = self.kept, layer.pool.codec
-        rows, heads, grouped, asked_width = shape_of(prepared)
+        kept, heads = self.kept, self.config.num_key_value_heads
         step = self.scan_pages * heads
-        units = kept.units_to_read(layer.number, tails.slot, scan.floor, step)
+        units = kept.units_to_read(layer.number, reading.tails.slot, reading.scan.floor, step)
+        return self._over_heads(
+            reading,
+            layer,
+            prepared,
+            seen,
+            units,
+            lambda some: kept.gather(reading.parts, some.pages),
+        )
+
+    def _over_heads(
+        self,
+        reading: Reading,
+        layer: Layer,
+        prepared: tf.Tensor,
+        seen: Partial,
+        units: PageList,
+        gather: Callable[[PageList], tuple[Coded, Coded, tf.Tensor]],
+    ) -> Partial:
+        """`seen`, and units of single KV heads; the output unfinished.
+
+        Args:
+            reading: What is read.
+            layer: Which layer.
+            prepared: Queries ``[B, K, Q, H]``, prepared by the codec.
+            seen: What the rows have seen so far.
+            units: Whose owners are ``row · K + head``.
+            gather: Coded keys ``[A, 1, ..., C]`` and values ``[A, 1, C, ...]`` of units, and the
+                positions ``[A, C]``, −1 = none.
+        """
+        _, positions, scan, tails, _ = reading
+        codec = layer.pool.codec
+        rows, heads, grouped, asked_width = shape_of(prepared)
         asked_of = tf.reshape(prepared, [rows * heads, 1, grouped, asked_width])
         scoring = scoring_of(self.config, layer.number)
 
         def see(so_far: Partial, some: PageList) -> Partial:
             owned = tf.maximum(some.owners, 0)
             row = owned // heads
-            keys, values, held = kept.gather(parts, some.pages)
+            keys, values, held = gather(some)
             asked_at = tf.gather(positions, row)
             mask = self.geometry.mask(asked_at, held)
             of_owners = Tails(*(tf.gather(field, row) for field in tails))
@@ -223,12 +269,57 @@ class PackedDecoder:
             tf.reshape(seen.mass, lead),
             tf.reshape(seen.output, [*lead, shape_of(seen.output)[-1]]),
         )
-        by_head = self._over(units, by_head, see, step)
+        by_head = self._over(units, by_head, see, self.scan_pages * heads)
         return Partial(*(tf.reshape(x, shape_of(y)) for x, y in zip(by_head, seen, strict=True)))
+
+    def choose_pages(
+        self, reading: Reading, layer: Layer, queries: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Columns that each KV head of each row reads, int32 ``[B, K, n]``, −1 behind the last,
+        and the page that each column holds, ``[B, columns]``; see `Quest.choose`."""
+        policy, at = self.geometry.cache.policy, reading.positions[:, 0]
+        if not isinstance(policy, Quest):
+            raise CacheError(f"Only a policy that selects does this. Received: {str(policy)!r}.")
+        numbers = self.geometry.page_numbers(at)
+        bounds = layer.pool.gather_bounds(reading.parts, reading.scan.table, layer.row)
+        return policy.choose(queries, bounds, at, numbers), numbers
+
+    def _attend_selected(
+        self, reading: Reading, layer: Layer, queries: tf.Tensor, prepared: tf.Tensor, seen: Partial
+    ) -> Partial:
+        """`seen`, and the pages that the policy selects for each KV head of the rows; the output
+        unfinished."""
+        parts, positions, scan, tails, _ = reading
+        pool, size = layer.pool, self.geometry.page_size
+        rows, heads, _, _ = shape_of(prepared)
+        step = self.scan_pages * heads
+        chosen, numbers = self.choose_pages(reading, layer, queries)
+        columns = tf.maximum(chosen, 0)
+        pages = tf.gather(scan.table, columns, batch_dims=1)
+        units = (pages * len(pool.layers) + layer.row) * heads + tf.range(heads)[:, tf.newaxis]
+        owners = tf.reshape(tf.range(rows * heads), [rows, heads, 1])
+
+        def listed(x: tf.Tensor, nothing: int) -> tf.Tensor:
+            """The first of all heads and rows, then their second; and room behind the last."""
+            x = tf.where(chosen >= 0, x, nothing)
+            flat = tf.reshape(tf.transpose(x, [2, 0, 1]), [-1])
+            return tf.pad(flat, [[0, step]], constant_values=nothing)
+
+        most = tf.reduce_max(tf.reduce_sum(tf.cast(chosen >= 0, tf.int32), axis=-1))
+        bases = tf.gather(numbers, columns, batch_dims=1) * size
+        some = PageList(listed(units, 0), listed(owners, -1), listed(bases, 0), most * rows * heads)
+
+        def coded(pages: PageList) -> tuple[Coded, Coded, tf.Tensor]:
+            held = pages.bases[:, tf.newaxis] + tf.range(size)
+            start = tf.gather(scan.start, tf.maximum(pages.owners, 0) // heads)
+            held = tf.where(held < start[:, tf.newaxis], held, -1)
+            return *pool.gather_heads(parts, pages.pages), held
+
+        return self._over_heads(reading, layer, prepared, seen, some, coded)
 
     def _attend_exact(self, reading: Reading, layer: Layer, queries: tf.Tensor) -> Partial:
         """Attention over the tokens that each query reads exactly."""
-        parts, positions, scan, tails = reading
+        parts, positions, scan, tails, _ = reading
         tail, codec = self.tail, layer.pool.codec
         held = tail.layout.positions_of(scan.start)
         held = tf.where(tail.holds(codec, tails, scan.start, held), held, -1)
@@ -269,7 +360,7 @@ class PackedDecoder:
 
     def _attend_sinks(self, reading: Reading, layer: Layer, queries: tf.Tensor) -> Partial:
         """Attention over the sinks on pages, looked at from elsewhere."""
-        parts, positions, scan, tails = reading
+        parts, positions, scan, tails, _ = reading
         looking = self.look_at_sinks(queries, positions, layer.number)
         scoring = scoring_of(self.config, layer.number)
         codec, size = layer.codec, self.geometry.page_size
@@ -507,6 +598,7 @@ class PackedDecoder:
         start: tf.Tensor,
         filled: tf.Tensor,
         tails: Tails,
+        alone: bool = False,
     ) -> tuple[tf.Tensor, Parts]:
         """Fills one piece of one row.
 
@@ -519,13 +611,14 @@ class PackedDecoder:
             start: int32, position of the piece's first token.
             filled: int32, positions below it are on pages already.
             tails: Of this row, ``[1]``.
+            alone: Whether it is one token, read as a decode step reads it.
 
         Returns:
             Block outputs ``[T, D]`` and the pool with the piece in it.
         """
         scan = self.scan(table[tf.newaxis], start[tf.newaxis], tails.floor, tf.constant([True]))
         queries_at = positions[tf.newaxis]
-        reading = Reading(parts, queries_at, scan, tails)
+        reading = Reading(parts, queries_at, scan, tails, alone)
         looks = self.looks(queries_at, queries_at)
 
         def attend(layer: Layer, q: tf.Tensor, k: tf.Tensor, v: tf.Tensor) -> Partial:
@@ -581,10 +674,13 @@ class PackedDecoder:
         page = tf.maximum(positions, 0) // size
         physical = tf.gather(table, self.geometry.column_of(page), batch_dims=1)
         physical = tf.where(positions >= 0, physical, 0)
-        return self.pools.write(
+        parts = self.pools.write(
             parts,
             tf.reshape(physical, [-1]),
             tf.reshape(tf.maximum(positions, 0) % size, [-1]),
             keys,
             values,
         )
+        for pool in self.pools.pools:
+            parts = write_bounds(pool, self.geometry, parts, table, positions)
+        return parts

@@ -65,7 +65,9 @@ class Engine(tf.Module):
         self.geometry = geometry.with_codec(codec)
         self.weights = PackedWeights(config, weights)
         pages = pool_pages(config, engine)
-        self.pools = LayerPools(config, self.geometry.codecs, pages, engine.page_size)
+        self.pools = LayerPools(
+            config, self.geometry.codecs, self.geometry.selects, pages, engine.page_size
+        )
         self.table = PageTable(
             engine.slots, pages, self.geometry, engine.prefill_tokens + engine.decode_chunk
         )

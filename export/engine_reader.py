@@ -29,7 +29,7 @@ class EngineReader:
     """Reads through the page pool of an engine, with the functions that its artifact runs.
 
     Unless it is told that tokens are a prompt, a piece is read as if it were decoded: a policy
-    that wants a prompt whole has read it.
+    that wants a prompt whole has read it, and one that selects pages does so for a token by itself.
 
     Args:
         engine: The pages of its first slot are overwritten.
@@ -39,7 +39,8 @@ class EngineReader:
         policy = engine.geometry.cache.policy
         self.engine = engine
         self._evicts = isinstance(policy, EvictingPolicy)
-        self._wants_prompts_whole = isinstance(policy, EvictingPolicy) and policy.whole_prompt
+        whole = isinstance(policy, EvictingPolicy) and policy.whole_prompt
+        self._reads_prompts_apart = whole or policy.selects
         self._step = tf.function(self._run, jit_compile=True, autograph=False)
         self._evict = tf.function(self._run_eviction, jit_compile=True, autograph=False)
         self._floor = tf.zeros([1], tf.int32)
@@ -52,7 +53,7 @@ class EngineReader:
         """See `tfkv.evaluation.SessionReader.read`."""
         ids, at = tf.constant(tokens, tf.int32), tf.constant(position, tf.int32)
         # Most policies do not care: no second compilation for them.
-        whole = prompt and self._wants_prompts_whole
+        whole = prompt and self._reads_prompts_apart
         logits, self._floor = self._step(ids, at, self._floor, whole)
         return logits
 
@@ -100,6 +101,7 @@ class EngineReader:
             position,
             filled=position,
             tails=self.engine.tail.tails(slot, start == 0, tf.zeros_like(slot), start, floor),
+            alone=tokens.shape[0] == 1 and not prompt,
         )
         decoder.assign_cache(parts)
         return decoder.logits(weights, hidden), floor

@@ -9,13 +9,13 @@ import tensorflow as tf
 
 from tfkv.config import DecoderConfig, EngineConfig, described
 from tfkv.errors import ConfigError
-from tfkv.layers import masks
+from tfkv.layers import masks, page_bounds
 from tfkv.layers.cache_fit import check_fit
 from tfkv.layers.cache_spec import CacheSpec
 from tfkv.layers.codecs import CacheCodec
 from tfkv.layers.entry_layout import EntryLayout
 from tfkv.layers.per_layer import normal_form, with_exceptions
-from tfkv.layers.policies import EvictingPolicy
+from tfkv.layers.policies import EvictingPolicy, Quest
 
 #: Positions of a session that may outgrow the trained context: as far as float32 counts, in
 #: which rotary angles are computed.
@@ -36,6 +36,7 @@ class CacheGeometry:
         layout: Entries of a session.
         positions: Most positions a session may reach.
         codecs: Of each layer; in a cache whose layers are all alike, that of `cache`.
+        selects: Of each layer, whether a token that is read alone looks at some pages only.
     """
 
     cache: CacheSpec
@@ -43,6 +44,7 @@ class CacheGeometry:
     layout: EntryLayout
     positions: int
     codecs: tuple[CacheCodec, ...]
+    selects: tuple[bool, ...]
 
     @classmethod
     def of(cls, model: DecoderConfig, engine: EngineConfig, prefill_piece: int) -> CacheGeometry:
@@ -71,6 +73,7 @@ class CacheGeometry:
                     f"`page_size` must be a multiple of the {codec.tokens} tokens that the codec "
                     f"codes together. Received: page_size={page}, cache={asked!r}."
                 )
+        selects = _selecting(model, engine, cache)
         capacity = min(engine.capacity, model.context_length)
         layout = cache.policy.layout(capacity, slack, page)
         if isinstance(cache.policy, EvictingPolicy):
@@ -97,15 +100,18 @@ class CacheGeometry:
                     f"`window` and `sinks` must be at least {chunk} together, what an artifact "
                     f"computes at once. Received: cache={engine.cache!r}."
                 )
-        return cls(cache, page, layout, positions, codecs)
+        return cls(cache, page, layout, positions, codecs, selects)
 
     def bytes_per_token(self, model: DecoderConfig) -> dict[str, int]:
         """Bytes that keys and values of one stored token take in all layers, by side; exact."""
         heads, width = model.num_key_value_heads, model.head_dim
-        return {
+        sides = {
             side: heads * sum(codec.sides()[side].bytes_per_token(width) for codec in self.codecs)
             for side in ("keys", "values")
         }
+        bounds = page_bounds.bytes_per_token(width, self.page_size)
+        sides["keys"] += heads * sum(self.selects) * bounds
+        return sides
 
     def with_codec(self, codec: CacheCodec) -> CacheGeometry:
         """The same layout for a codec of `cache` that has got its tables."""
@@ -192,10 +198,48 @@ class CacheGeometry:
         sinks = tf.minimum(-(-self.sinks // self.page_size), first)
         return tf.stack([sinks, first, end], axis=-1)
 
+    def page_numbers(self, positions: tf.Tensor) -> tf.Tensor:
+        """Which page each column holds in a session that goes on at ``positions [B]``, int32
+        ``[B, columns]``; −1 = none yet."""
+        layout = EntryLayout(self.columns, self.layout.sinks // self.page_size)
+        return layout.positions_of(tf.math.floordiv(positions, self.page_size) + 1)
+
     def column_of(self, pages: tf.Tensor) -> tf.Tensor:
         """Block-table column of each logical page."""
         layout = EntryLayout(self.columns, self.layout.sinks // self.page_size)
         return layout.entry_of(pages)
+
+
+def _selecting(model: DecoderConfig, engine: EngineConfig, cache: CacheSpec) -> tuple[bool, ...]:
+    """Whether each layer selects pages.
+
+    Raises:
+        ConfigError: The policy's pages are not those of the artifact, or have no even share of
+            their bounds for each token, or fewer pages are always read than a call may write.
+    """
+    policy, size = cache.policy, engine.page_size
+    if not isinstance(policy, Quest):
+        return (False,) * model.num_layers
+    if policy.page_size != size:
+        raise ConfigError(
+            f"`page_size` of {policy.name!r} must be that of the artifact's pages: a page is what "
+            f"is found and read at once. Received: cache={engine.cache!r} and pages of {size} "
+            f"tokens. Give {policy.name}(page_size={size}), or --page-size {policy.page_size}."
+        )
+    if 4 * model.head_dim % size:
+        raise ConfigError(
+            f"`page_size` must divide 4 × {model.head_dim}, the bytes that bound a page of "
+            f"{policy.name!r} in each head. Received: page_size={size}."
+        )
+    if (policy.recent - 1) * size < engine.decode_chunk - 1:
+        raise ConfigError(
+            f"`recent` pages of {policy.name!r}, its query's own apart, must hold the "
+            f"{engine.decode_chunk} tokens that one call decodes, which are on no page yet. "
+            f"Received: cache={engine.cache!r} and pages of {size} tokens."
+        )
+    heads = model.num_key_value_heads
+    of_layers = (policy.at_layer(n, model.num_layers, heads, None) for n in range(model.num_layers))
+    return tuple(one.selects for one in of_layers)
 
 
 def _check_positions(model: DecoderConfig, cache: CacheSpec) -> None:

@@ -1,4 +1,4 @@
-"""The page pools of all layers: one for each codec, mostly a single one."""
+"""The page pools of all layers: one for each codec and way to read, mostly a single one."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ class Layer(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Neighbouring layers that share a codec and a kind of feed-forward layer; as many as there
-    are.
+    """Neighbouring layers that share a pool and a kind of feed-forward layer; as many as there are.
 
     Attributes:
         first: The first of them.
@@ -66,45 +65,52 @@ class Run(NamedTuple):
 class LayerPools:
     """Keys and values of all sessions and layers, on pages.
 
-    Layers may differ in their codec and in nothing else, so that all pools have the same pages
-    and block tables: a page of a session is a page of each pool.
+    Layers may differ in their codec, and in whether they select pages, and in nothing else, so
+    that all pools have the same pages and block tables: a page of a session is a page of each.
 
     Args:
         config: Architecture.
         codecs: Of each layer; equal ones are one object.
+        selects: Of each layer, whether it selects pages.
         pages: Pages, page 0 included (axis P).
         page_size: Tokens a page (axis C).
 
     Attributes:
-        pools: One for each codec, in the order of their first layers.
-        runs: All layers in order, cut where the codec changes, or the kind of feed-forward layer.
+        pools: One for each codec and way to read, in the order of their first layers.
+        runs: All layers in order, cut where the pool changes, or the kind of feed-forward layer.
     """
 
     def __init__(
-        self, config: DecoderConfig, codecs: Sequence[CacheCodec], pages: int, page_size: int
+        self,
+        config: DecoderConfig,
+        codecs: Sequence[CacheCodec],
+        selects: Sequence[bool],
+        pages: int,
+        page_size: int,
     ) -> None:
         self.pages = pages
         self.page_size = page_size
-        layers: dict[CacheCodec, list[int]] = {}
-        for layer, codec in enumerate(codecs):
-            layers.setdefault(codec, []).append(layer)
-        of_codec = {
-            codec: PagePool(config, codec, own, pages, page_size, number)
-            for number, (codec, own) in enumerate(layers.items())
+        kinds = list(zip(codecs, selects, strict=True))
+        layers: dict[tuple[CacheCodec, bool], list[int]] = {}
+        for layer, kind in enumerate(kinds):
+            layers.setdefault(kind, []).append(layer)
+        of_kind = {
+            (codec, some): PagePool(config, codec, own, pages, page_size, number, some)
+            for number, ((codec, some), own) in enumerate(layers.items())
         }
-        self.pools = tuple(of_codec.values())
+        self.pools = tuple(of_kind.values())
         sparse = [config.experts_of(layer) is not None for layer in range(len(codecs))]
-        kinds = list(zip(codecs, sparse, strict=True))
-        cuts = [n for n in range(1, len(codecs)) if kinds[n] != kinds[n - 1]]
+        cut_by = list(zip(kinds, sparse, strict=True))
+        cuts = [n for n in range(1, len(kinds)) if cut_by[n] != cut_by[n - 1]]
         self.runs = tuple(
             Run(
                 first,
                 end,
-                of_codec[codecs[first]],
+                of_kind[kinds[first]],
                 sparse[:first].count(sparse[first]),
                 sparse[first],
             )
-            for first, end in zip([0, *cuts], [*cuts, len(codecs)], strict=True)
+            for first, end in zip([0, *cuts], [*cuts, len(kinds)], strict=True)
         )
 
     @property

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tfkv.config import DecoderConfig
 from tfkv.export.transient import TransientVariable
+from tfkv.layers import page_bounds
 from tfkv.layers.codecs import CacheCodec, Codec, Coded
 
 #: Parts of pools by side ("keys", "values"; see `PagePool`) and part name; what else is in it,
@@ -18,7 +19,8 @@ _Scatter = Callable[[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor], tf.Tensor]
 
 
 class PagePool:
-    """The store behind every policy of an artifact, of the layers that share a codec: mostly all.
+    """The store behind every policy of an artifact, of the layers that share a codec and read
+    alike: mostly all.
 
     Each part of a code is one variable, ``[pages · L, K, ..., C]`` of keys and
     ``[pages · L, K, C, ...]`` of values: the layouts that both products of attention read
@@ -36,9 +38,12 @@ class PagePool:
         pages: Pages, page 0 included (axis P).
         page_size: Tokens a page (axis C).
         number: Of the pool, among those of an engine.
+        selects: Whether its layers select pages, by bounds of the keys on each: float16
+            ``[pages · L, K, 2H]``.
 
     Attributes:
         sides: What its keys and its values are called in `Parts`.
+        bounds: What its bounds are called there.
     """
 
     def __init__(
@@ -49,13 +54,16 @@ class PagePool:
         pages: int,
         page_size: int,
         number: int = 0,
+        selects: bool = False,
     ) -> None:
         self.config = config
         self.codec = codec
         self.layers = tuple(layers)
         self.pages = pages
         self.page_size = page_size
+        self.selects = selects
         self.sides = ("keys", "values") if number == 0 else (f"keys_{number}", f"values_{number}")
+        self.bounds = f"bounds_{number}"
         lead = (pages * len(self.layers), config.num_key_value_heads)
         codec.check(config.head_dim)
         keys, values = self.sides
@@ -72,6 +80,11 @@ class PagePool:
             }
             for side, parts in shapes.items()
         }
+        if selects:
+            bounds = TransientVariable(
+                f"pool_{self.bounds}", (*lead, 2 * config.head_dim), page_bounds.DTYPE
+            )
+            self.variables[self.bounds] = {"keys": bounds}
 
     @property
     def nbytes(self) -> int:
@@ -100,6 +113,34 @@ class PagePool:
             for side in self.sides
         )
         return keys, values
+
+    def gather_heads(self, parts: Parts, units: tf.Tensor) -> tuple[Coded, Coded]:
+        """As `gather` of single KV heads, ``[A, 1, ...]``.
+
+        Args:
+            parts: The pool.
+            units: int32 ``[A]``, ``(page · L + layer) · K + head``, in the pool's own layers.
+        """
+        keys, values = (
+            {
+                name: tf.gather(tf.reshape(part, [-1, *part.shape[2:]]), units)[:, tf.newaxis]
+                for name, part in parts[side].items()
+            }
+            for side in self.sides
+        )
+        return keys, values
+
+    def gather_bounds(self, parts: Parts, pages: tf.Tensor, layer: tf.Tensor) -> tf.Tensor:
+        """Bounds ``[B, K, P, 2H]`` of ``pages [B, P]`` in the pool's own ``layer``."""
+        found = tf.gather(parts[self.bounds]["keys"], pages * len(self.layers) + layer)
+        return tf.transpose(found, [0, 2, 1, 3])
+
+    @property
+    def codec_of_layers(self) -> CacheCodec:
+        """The codec of its layers, all of them at once."""
+        if len(self.layers) == self.config.num_layers:
+            return self.codec
+        return self.codec.of_layers(tf.constant(self.layers))
 
     def own(self, x: tf.Tensor, axis: int = 0) -> tf.Tensor:
         """Of something of all layers, that of the pool's."""
@@ -147,8 +188,8 @@ class PagePool:
         return self.nbytes // self.pages
 
     def read_raw(self, pages: tf.Tensor) -> list[tf.Tensor]:
-        """Pages as they are stored, uint8 ``[B, n]``: keys before values, parts in the codec's
-        order, layers in theirs."""
+        """Pages as they are stored, uint8 ``[B, n]``: keys before values before bounds,
+        parts in the codec's order, layers in theirs."""
         rows = self._rows_of(pages)
         taken = []
         for variable in self._all():
@@ -212,9 +253,10 @@ class PagePool:
             coded = self._encode(codec, self.own(x))
             return {n: scatter(part, rows, offsets, coded[n]) for n, part in parts[name].items()}
 
-        written = {of_values: side(of_values, self.codec.values, values, scatter_rows)}
-        if self.codec.keys.tokens == 1:
-            written[of_keys] = side(of_keys, self.codec.keys, keys, scatter_columns)
+        codec = self.codec_of_layers
+        written = {of_values: side(of_values, codec.values, values, scatter_rows)}
+        if codec.keys.tokens == 1:
+            written[of_keys] = side(of_keys, codec.keys, keys, scatter_columns)
         return {**parts, **written}
 
     def _encode(self, codec: Codec, x: tf.Tensor) -> Coded:

@@ -40,6 +40,7 @@ class PageScan(NamedTuple):
         start: int32 ``[B]``, positions below it are read from pages,
         floor: int32 ``[B]``, and those below it are not.
         sinks: int32 ``[B, n]``, the pages of the sinks; 0 = none.
+        table: int32 ``[B, columns]``, block-table rows.
     """
 
     own: PageList
@@ -48,6 +49,7 @@ class PageScan(NamedTuple):
     start: tf.Tensor
     floor: tf.Tensor
     sinks: tf.Tensor
+    table: tf.Tensor
 
 
 def scan(
@@ -89,6 +91,7 @@ def scan(
         start,
         floor,
         table[:, : geometry.layout.sinks // geometry.page_size],
+        table,
     )
 
 

@@ -29,7 +29,8 @@ class Pages(NamedTuple):
         references: int32 ``[P]``, sessions that hold the page; page 0 holds itself.
         generation: int32 ``[P]``, how often the page was given out.
         indexed: bool ``[P]``, whether it can be found by what it holds.
-        foreign: bool ``[P]``, holds keys that a caller brought: it is never indexed.
+        foreign: bool ``[P]``, holds keys that a caller brought, or that other keys than a prompt's
+            were made of: it is never indexed.
         digest: int64 ``[P]``, finds candidates; a match is checked token by token.
         tokens: int32 ``[P, C]``.
         parent: int32 ``[P]``, the page before it.
@@ -403,6 +404,7 @@ class PageTable:
         pages = pages._replace(
             references=references,
             table=tf.tensor_scatter_nd_update(pages.table, slot[:, tf.newaxis], rows),
+            foreign=self._foreign(pages.foreign, grant.plan, rows, filled),
             clock=pages.clock + 1,
             used=_touch(pages.used, rows, pages.clock + 1),
         )
@@ -411,6 +413,21 @@ class PageTable:
         first = grant.plan.filled // size
         last = tf.where(works[:, 0] & whole, filled // size, first)
         return self._index(pages, rows, first, last, tenant, ids)
+
+    def _foreign(
+        self, foreign: tf.Tensor, plan: Plan, rows: tf.Tensor, filled: tf.Tensor
+    ) -> tf.Tensor:
+        """`foreign` with the pages in it that a policy which selects wrote to token by token."""
+        if not self.geometry.cache.policy.selects:
+            return foreign
+        size = self.geometry.page_size
+        read = plan.start + plan.fill
+        page = (read // size)[:, tf.newaxis] + tf.range(self._most_pages)
+        made = (page * size < filled[:, tf.newaxis]) & (filled > read)[:, tf.newaxis]
+        column = self.geometry.column_of(page)
+        column = tf.where(made, tf.minimum(column, self.geometry.columns - 1), 0)
+        pages = tf.where(made, tf.gather(rows, column, batch_dims=1), 0)
+        return _mark(foreign, pages, True)
 
     def _live(self, floor: tf.Tensor, filled: tf.Tensor) -> tf.Tensor:
         """Columns that hold positions `floor` to `filled` − 1, bool ``[B, columns]``."""

@@ -26,9 +26,9 @@ def check_fit(cache: CacheSpec, positions: str) -> None:
             f"cache={str(cache)!r}. Choose 'sliding_window' with sinks, within the trained "
             "context."
         )
-    if positions == "alibi" and policy.extrapolates:
+    if positions == "alibi" and (policy.extrapolates or policy.selects):
         raise ConfigError(
-            f"{policy.name!r} foresees scores without ALiBi's slopes, and this model has them. "
+            f"{policy.name!r} goes by scores without ALiBi's slopes, and this model has them. "
             f"Received: cache={str(cache)!r}. Choose 'snapkv', 'tova' or 'key_diff', which look "
             "at scores as they are, or at none."
         )

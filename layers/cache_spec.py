@@ -43,6 +43,12 @@ class CacheSpec:
                 f"'dense' or 'sliding_window' with {self.codec.name!r}. Received: "
                 f"cache={str(self)!r}."
             )
+        if self.policy.selects and self.policy.together % self.codec.tokens:
+            raise ConfigError(
+                f"`page_size` of {self.policy.name!r} must be a multiple of the "
+                f"{self.codec.tokens} tokens that {self.codec.name!r} codes together. Received: "
+                f"cache={str(self)!r}."
+            )
 
     @classmethod
     def parse(cls, text: str | CacheSpec | Mapping[str, Any]) -> Self:

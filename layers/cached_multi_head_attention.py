@@ -42,6 +42,7 @@ class _Chunk(NamedTuple):
         exact: Keys and values as they are, float32 ``[B, K, T, H]``.
         coded: Keys and values as the codec writes them.
         scoring: Of the layer.
+        alone: Whether it is a token that was given alone.
     """
 
     queries: tf.Tensor
@@ -49,6 +50,7 @@ class _Chunk(NamedTuple):
     exact: tuple[tf.Tensor, tf.Tensor]
     coded: tuple[Coded, Coded]
     scoring: Scoring
+    alone: bool
 
     def of_heads(self, heads: slice) -> _Chunk:
         """What belongs to some KV heads."""
@@ -275,7 +277,7 @@ class CachedMultiHeadAttention(keras.layers.Layer):
                 f"cache={str(self.cache)!r}. Choose 'recent_tokens', for example."
             )
         if not state or self.store.longest_chunk is None:
-            return self._advance(x, positions, state)
+            return self._advance(x, positions, state, alone=x.shape[1] == 1)
         outputs, before = [], state["dropped"]
         for piece in self._pieces(x, self.store.longest_chunk):
             # What follows on a refused piece is refused as well.
@@ -283,7 +285,8 @@ class CachedMultiHeadAttention(keras.layers.Layer):
             if self.cache.policy.evicts:
                 to_come = tf.where(whole[:, tf.newaxis], positions[:, piece], -1)
                 state = self._evicting.make_room(state, to_come, self.weighing())
-            output, state = self._advance(x[:, piece], positions[:, piece], state, whole)
+            alone = x.shape[1] == 1
+            output, state = self._advance(x[:, piece], positions[:, piece], state, whole, alone)
             if keep is not None:
                 whole = (state["dropped"] == before)[:, tf.newaxis]
                 hidden = tf.where(
@@ -342,9 +345,10 @@ class CachedMultiHeadAttention(keras.layers.Layer):
         positions: tf.Tensor,
         state: State | None,
         also: tf.Tensor | bool = True,
+        alone: bool = False,
     ) -> tuple[tf.Tensor, State]:
         """One chunk, for which there is room; written in rows ``also [B]`` alone."""
-        mixed, state = self.mixed(x, positions, state, also)
+        mixed, state = self.mixed(x, positions, state, also, alone)
         return self.attention_output(tf.cast(mixed, self.compute_dtype)), state or {}
 
     def mixed(
@@ -353,6 +357,7 @@ class CachedMultiHeadAttention(keras.layers.Layer):
         positions: tf.Tensor,
         state: State | None,
         also: tf.Tensor | bool = True,
+        alone: bool = False,
     ) -> tuple[tf.Tensor, State | None]:
         """What the heads of one chunk saw, before the output projection, and the state after it.
 
@@ -361,6 +366,7 @@ class CachedMultiHeadAttention(keras.layers.Layer):
             positions: int32 ``[B, T]``; −1 = padding.
             state: As of `call`; there must be room for the chunk.
             also: bool ``[B]``, rows that are written.
+            alone: Whether it is a token that was given alone, for which a policy may select.
 
         Returns:
             float32 ``[B, T, N, H]``, and the state.
@@ -370,7 +376,7 @@ class CachedMultiHeadAttention(keras.layers.Layer):
         queries, keys, values = self.project_in(x, positions)
         codec = self.cache.codec if state else _FLOAT32
         coded = _encoded(codec.keys, keys), _encoded(codec.values, values)
-        chunk = _Chunk(queries, positions, (keys, values), coded, self._scoring())
+        chunk = _Chunk(queries, positions, (keys, values), coded, self._scoring(), alone)
         if not state:
             part = self._attend(chunk, CacheView(*coded, positions), codec)
         else:
@@ -397,7 +403,7 @@ class CachedMultiHeadAttention(keras.layers.Layer):
         if codec.recent:
             return self._attend_mixed(chunk, store, state)
         part = self._attend(chunk, CacheView(*chunk.coded, positions), codec)
-        view = store.view(state, first_position(positions))
+        view = store.seen_by(state, chunk.queries, positions, chunk.alone)
         return attention.merge(self._attend(chunk, view, codec), part)
 
     def _attend_mixed(self, chunk: _Chunk, store: DenseStore, state: State) -> attention.Partial:
@@ -405,7 +411,8 @@ class CachedMultiHeadAttention(keras.layers.Layer):
         one of the two, by its distance from the query."""
         positions, exact, coded = chunk.positions, chunk.exact, chunk.coded
         codec, before = store.cache.codec, first_position(positions)
-        main, kept = store.view(state, before), store.exact_view(state, before)
+        main = store.seen_by(state, chunk.queries, positions, chunk.alone)
+        kept = store.exact_view(state, before)
         there = store.kept_exactly(state, main.positions)
         asked = _asking(positions, main.positions)
         old = masks.exact(asked, main.positions, codec.recent, codec.sinks)

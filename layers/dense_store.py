@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -104,7 +105,8 @@ class DenseStore(CacheStore):
         together = codec.tokens
         # What is overwritten goes by groups, and nobody may still see any of one.
         more = together - 1
-        self.layout = policy.layout(capacity, slack + more, together)
+        unit = math.lcm(together, policy.together)
+        self.layout = policy.layout(capacity, slack + more, unit)
         self._most = policy.layout(capacity, slack).entries
         #: Where the tokens lie that the codec keeps exactly.
         self.exact_layout = EntryLayout(codec.exact_entries, codec.sinks)
@@ -150,6 +152,20 @@ class DenseStore(CacheStore):
         """
         positions = self._held(state, self.layout, before, self.cache.codec.tokens)
         return CacheView(self._side(state, "keys"), self._side(state, "values"), positions)
+
+    def seen_by(
+        self, state: State, queries: tf.Tensor, positions: tf.Tensor, alone: bool
+    ) -> CacheView:
+        """What a chunk reads of its session: all of `view`, where the policy does not select.
+
+        Args:
+            state: As of `init` or `write`.
+            queries: float32 ``[B, K, Q, H]`` of `attention.group_queries`.
+            positions: int32 ``[B, T]``; −1 = padding.
+            alone: Whether the chunk is a token that was given alone.
+        """
+        del queries, alone
+        return self.view(state, first_position(positions))
 
     def exact_view(self, state: State, before: tf.Tensor | None = None) -> CacheView:
         """What attention reads of the tokens that the codec keeps exactly; as `view`."""
@@ -221,7 +237,7 @@ class DenseStore(CacheStore):
         for (side, codec), x in zip(self.cache.codec.sides().items(), exact or (), strict=False):
             if isinstance(codec, ChannelGroups):
                 new |= self._write_groups(state, plan, side, codec, x)
-        new |= self._beside(state, plan)
+        new |= self._beside(state, new, plan)
         if exact is not None and self.exact_layout.entries:
             entries = _newest(plan.kept, plan.filled, self.exact_layout)
             slots, sources, writes = self._slots(entries, self.exact_layout.entries)
@@ -242,10 +258,10 @@ class DenseStore(CacheStore):
         entries = tf.where(stays, self.layout.entry_of(touched.positions), -1)
         groups = tf.where(of_group >= 0, of_group // codec.tokens, -1)
         stored = {
-            "codes": _take(state[f"{side}/codes"], entries),
-            "affine": _take(state[f"{side}/affine"], groups),
+            "codes": take_entries(state[f"{side}/codes"], entries),
+            "affine": take_entries(state[f"{side}/affine"], groups),
         }
-        exact = _take(state[f"exact/{side}"], self.exact_layout.entry_of(touched.positions))
+        exact = take_entries(state[f"exact/{side}"], self.exact_layout.entry_of(touched.positions))
         there = self.kept_exactly(state, touched.positions)
         old = tf.where(_of_tokens(there), exact, codec.decode(stored))
         new = tf.gather(x, touched.sources, axis=2, batch_dims=1)
@@ -260,9 +276,9 @@ class DenseStore(CacheStore):
             for name in places
         }
 
-    def _beside(self, state: State, plan: Plan) -> State:
-        """What a kind of store keeps beside keys, values and counts, after a write."""
-        del state, plan
+    def _beside(self, state: State, written: State, plan: Plan) -> State:
+        """What a kind of store keeps beside keys, values and counts, after they were `written`."""
+        del state, written, plan
         return {}
 
     def _side(self, state: State, side: str) -> Coded:
@@ -341,7 +357,7 @@ class DenseStore(CacheStore):
         )
 
 
-def _take(stored: tf.Tensor, entries: tf.Tensor) -> tf.Tensor:
+def take_entries(stored: tf.Tensor, entries: tf.Tensor) -> tf.Tensor:
     """Entries ``[B, M]`` of ``stored [B, K, S, ...]``; −1 = any."""
     heads = tf.tile(tf.maximum(entries, 0)[:, tf.newaxis], [1, stored.shape[1], 1])
     return tf.gather(stored, heads, axis=2, batch_dims=2)

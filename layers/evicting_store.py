@@ -265,7 +265,8 @@ class EvictingStore(DenseStore):
         at = tf.where(hidden[:, tf.newaxis], -1, state["entry_positions"])
         return state | {"entry_positions": at}
 
-    def _beside(self, state: State, plan: Plan) -> State:
+    def _beside(self, state: State, written: State, plan: Plan) -> State:
+        del written
         slots, sources, writes = self._slots(plan.entries, self.layout.entries)
         at = tf.tile(plan.kept[:, tf.newaxis, :, tf.newaxis], [1, self.num_key_value_heads, 1, 1])
         stored = state["entry_positions"][..., tf.newaxis]

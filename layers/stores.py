@@ -11,8 +11,9 @@ from tfkv.layers.dense_store import DenseStore
 from tfkv.layers.evicting_store import EvictingStore
 from tfkv.layers.policies import EvictingPolicy
 from tfkv.layers.ragged_store import RaggedStore
+from tfkv.layers.selecting_store import SelectingStore
 
-Store = DenseStore | EvictingStore | RaggedStore
+Store = DenseStore | EvictingStore | RaggedStore | SelectingStore
 
 
 def make_store(
@@ -31,6 +32,8 @@ def make_store(
     """
     cache = CacheSpec.parse(cache)
     policy = cache.policy
+    if policy.selects:
+        return SelectingStore(cache, num_key_value_heads, head_dim, capacity, slack)
     if not isinstance(policy, EvictingPolicy):
         return DenseStore(cache, num_key_value_heads, head_dim, capacity, slack)
     if policy.budgets:

@@ -96,6 +96,9 @@ CalibrationFile = Annotated[
     pathlib.Path | None,
     typer.Option(exists=True, dir_okay=False, help="File of `tfkv calibrate`, of these weights."),
 ]
+Source = Annotated[
+    str, typer.Argument(help="A .gguf file, a folder of the Hugging Face Hub, or 'smollm2'.")
+]
 LayerCache = Annotated[
     list[str] | None,
     typer.Option(help="Layers with another codec, such as '0-1=int8'; give it for each."),
@@ -142,7 +145,7 @@ def _use_preset(context: typer.Context, name: str | None) -> None:
 
 @app.command()
 def export(
-    source: Annotated[str, typer.Argument(help="Path of a .gguf file, or 'smollm2'.")],
+    source: Source,
     out: Annotated[pathlib.Path, typer.Argument(help="Model directory; a version is added.")],
     preset: Annotated[
         str | None,
@@ -545,7 +548,7 @@ def plan(
 
 @app.command()
 def calibrate(
-    source: Annotated[str, typer.Argument(help="Path of a .gguf file, or 'smollm2'.")],
+    source: Source,
     out: Annotated[pathlib.Path, typer.Argument(help="File to write, JSON.")],
     text: TextFile = None,
     tokens: Annotated[int, typer.Option(help="Tokens of a passage.")] = 2048,
@@ -571,7 +574,7 @@ def _text(path: pathlib.Path | None) -> str | None:
 
 @app.command("eval")
 def evaluate(
-    source: Annotated[str, typer.Argument(help="Path of a .gguf file, or 'smollm2'.")],
+    source: Source,
     cache: Annotated[list[str], typer.Option(help="Policy+codec; give it once for each.")],
     out: Annotated[pathlib.Path, typer.Option(help="Directory of eval.json and eval.html.")],
     layer_cache: LayerCache = None,

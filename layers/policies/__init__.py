@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from tfkv.layers.policies.ada_kv import AdaKV
-from tfkv.layers.policies.baselines import RandomEviction, RecentTokens
+from tfkv.layers.policies.baselines import (
+    RandomEviction,
+    RandomPages,
+    RecentPages,
+    RecentTokens,
+)
 from tfkv.layers.policies.cache_policy import CachePolicy
 from tfkv.layers.policies.critical_kv import CriticalKV
 from tfkv.layers.policies.defensive_kv import DefensiveKV, LayerDefensiveKV
@@ -16,6 +21,7 @@ from tfkv.layers.policies.key_diff import KeyDiff
 from tfkv.layers.policies.knorm import Knorm
 from tfkv.layers.policies.kvzip import KVzip
 from tfkv.layers.policies.pyramid_kv import PyramidKV
+from tfkv.layers.policies.quest import Quest
 from tfkv.layers.policies.sliding_window import SlidingWindow
 from tfkv.layers.policies.snapkv import SnapKV
 from tfkv.layers.policies.streaming_llm import StreamingLLM
@@ -27,6 +33,7 @@ POLICIES: dict[str, type[CachePolicy]] = {
         Dense,
         SlidingWindow,
         StreamingLLM,
+        Quest,
         H2O,
         TOVA,
         SnapKV,
@@ -42,6 +49,8 @@ POLICIES: dict[str, type[CachePolicy]] = {
         DuoAttention,
         RandomEviction,
         RecentTokens,
+        RandomPages,
+        RecentPages,
     )
 }
 
@@ -62,7 +71,10 @@ __all__ = [
     "Knorm",
     "LayerDefensiveKV",
     "PyramidKV",
+    "Quest",
     "RandomEviction",
+    "RandomPages",
+    "RecentPages",
     "RecentTokens",
     "Seen",
     "SlidingWindow",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Protocol, Self
+from typing import Protocol
 
 import tensorflow as tf
 
@@ -44,6 +44,7 @@ class CachePolicy(abc.ABC):
             sessions may share it.
         chunk_invariant: Whether the result is the same however the prompt is cut.
         evicts: Whether it is an `EvictingPolicy`.
+        selects: Whether a token that is read alone looks at some pages only, as of `Quest`.
         extrapolates: Whether it foresees the scores of queries to come from how they turn.
     """
 
@@ -51,6 +52,7 @@ class CachePolicy(abc.ABC):
     shareable = True
     chunk_invariant = True
     evicts = False
+    selects = False
     extrapolates = False
 
     @abc.abstractmethod
@@ -85,7 +87,14 @@ class CachePolicy(abc.ABC):
         """Whether the session may outgrow its entries without losing what it needs."""
         return False
 
-    def at_layer(self, layer: int, layers: int, heads: int, tables: BudgetTables | None) -> Self:
+    @property
+    def together(self) -> int:
+        """Neighbouring tokens that a store reads together."""
+        return 1
+
+    def at_layer(
+        self, layer: int, layers: int, heads: int, tables: BudgetTables | None
+    ) -> CachePolicy:
         """The policy of one layer of a model, where layers differ.
 
         Args:

@@ -81,6 +81,23 @@ ENGINES["evict_heads"] = EngineConfig(
         "head_budgets": [[16, 64], [40, 40]],
     }
 )
+# The first page, one that is selected, and the two newest, behind a layer that reads all.
+ENGINES["quest"] = EngineConfig(
+    **{
+        **PLAIN.to_dict(),
+        "capacity": 192,
+        "slots": 4,
+        "cache": "quest(pages=2,page_size=16,dense_layers=1)",
+    }
+)
+ENGINES["quest_exact"] = EngineConfig(
+    **{
+        **ENGINES["quest"].to_dict(),
+        "cache": "quest(pages=2,page_size=16,dense_layers=1)+k4v4(recent=64,sinks=2)",
+        "batch_sizes": (2,),
+        "xla": True,
+    }
+)
 _PAGE_BYTES = 16 * CacheSpec.parse("dense").bytes_per_token(
     CONFIG.num_layers, CONFIG.num_key_value_heads, CONFIG.head_dim
 )

@@ -6,6 +6,7 @@ Nothing of tfkv is used here, so that a mistake there cannot hide here.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import ml_dtypes
 import numpy as np
@@ -129,6 +130,22 @@ def float4(x: np.ndarray, codec: str) -> np.ndarray:
     return (codes.astype(np.float64) * scale).reshape(x.shape)
 
 
+def pages_read(
+    queries: np.ndarray, keys: np.ndarray, t: int, pages: int, size: int, recent: int, first: int
+) -> set[int]:
+    """Pages that the ``queries [G, H]`` of token `t` read of ``keys [t, H]``: the newest, and so
+    many more: the `first` ones, and those of the highest bound by Quest's equation."""
+    newest = set(range(max(t // size - recent + 1, 0), t // size + 1))
+    bounds = {}
+    for page in set(range(t // size)) - newest:
+        least = keys[page * size : (page + 1) * size].min(axis=0)
+        greatest = keys[page * size : (page + 1) * size].max(axis=0)
+        bounds[page] = max(np.maximum(q * least, q * greatest).sum() for q in queries)
+        if page < first:
+            bounds[page] = np.inf
+    return newest | set(sorted(bounds, key=lambda page: bounds[page])[-pages:])
+
+
 def attention(
     x: np.ndarray,
     weights: dict[str, np.ndarray],
@@ -138,11 +155,15 @@ def attention(
     base: float | None = None,
     furthest: int | None = None,
     tables: dict[str, np.ndarray] | None = None,
+    selects: tuple[int, int, int, int] | None = None,
+    alone: Sequence[int] = (),
 ) -> np.ndarray:
     """Causal attention of one session ``x [T, D]``, token by token and head by head.
 
     From beyond `furthest` a query looks at the sinks as if it stood there.
-    `tables` are those of a codec that needs a calibration, ``[K, ...]``.
+    `tables` are those of a codec that needs a calibration, ``[K, ...]``. The tokens that were
+    read `alone` look at pages only: as many as `selects` says, of so many tokens, and newest ones;
+    of the former so many first ones.
     Weights are ``query [D, N, H]``, ``key`` and ``value [D, K, H]``, ``output [N, H, D]``.
     """
     x = x.astype(np.float64)
@@ -166,11 +187,20 @@ def attention(
     group = heads // keys.shape[1]
     mixed = np.zeros_like(queries)
     for t in steps:
-        seen = [s for s in steps if sees(t, s, window, sinks)]
-        near = np.array([t - s < recent or s < first for s in seen])[:, None, None]
-        k = np.where(near, keys[seen], coded[0][seen])
-        v = np.where(near, values[seen], coded[1][seen])
+        visible = [s for s in steps if sees(t, s, window, sinks)]
+        kept = np.array([t - s < recent or s < first for s in visible])
         for n in range(heads):
+            seen, near = visible, kept[:, None, None]
+            if selects is not None and t in alone:
+                own = n // group
+                asks = queries[t, own * group : (own + 1) * group]
+                read = pages_read(asks, coded[0][:t, own], t, *selects)
+                seen = [
+                    s for s, k in zip(visible, kept, strict=True) if k or s // selects[1] in read
+                ]
+                near = kept[seen][:, None, None]
+            k = np.where(near, keys[seen], coded[0][seen])
+            v = np.where(near, values[seen], coded[1][seen])
             asked = np.broadcast_to(queries[t, n], [len(seen), head_dim]).copy()
             if furthest is not None and base is not None:
                 there = rope(raw[t : t + 1], np.array([min(t, furthest)]), base)[0, n]

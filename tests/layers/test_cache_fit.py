@@ -20,7 +20,8 @@ def test_what_does_not_ask_how_queries_turn_fits_all(cache, positions):
     [
         ("streaming_llm", "alibi", "looks at the first tokens from elsewhere.*'sliding_window'"),
         ("streaming_llm", "learned", "looks at the first tokens from elsewhere"),
-        ("expected_attention", "alibi", "foresees scores without ALiBi.*'snapkv'"),
+        ("expected_attention", "alibi", "goes by scores without ALiBi.*'snapkv'"),
+        ("quest", "alibi", "goes by scores without ALiBi"),
     ],
 )
 def test_what_does_is_refused_where_they_do_not(cache, positions, message):

@@ -17,8 +17,12 @@ KINDS = ("float32", "int8", "k8v4", "kivi4")
 
 def _matrix() -> list:
     """Every policy with every codec; `make test` leaves out what its neighbours show: the
-    windows without sinks or turned sinks have one codec of each kind."""
-    brief = ("sliding_window(window=5)", "streaming_llm(window=5,sinks=2)")
+    windows without sinks or turned sinks, and selected pages, have one codec of each kind."""
+    brief = (
+        "sliding_window(window=5)",
+        "streaming_llm(window=5,sinks=2)",
+        "quest(pages=2,page_size=4,recent=1)",
+    )
     return [
         pytest.param(
             case,
@@ -41,5 +45,6 @@ def test_cache_policy(case: cache_conformance.CacheCase, codec: str, tmp_path: p
 def test_the_table_names_every_policy_and_codec():
     named = {case.cache.partition("(")[0] for case in CASES}
     evicting = {name for name, policy in POLICIES.items() if policy.evicts}  # test_eviction.py
-    assert named | evicting == set(POLICIES)
+    baselines = {"random_pages", "recent_pages"}  # policies/test_quest.py
+    assert named | evicting | baselines == set(POLICIES)
     assert {codec.partition("(")[0] for codec in TOLERANCE} == set(CODECS)

@@ -145,7 +145,7 @@ def test_text_is_answered_with_the_text_that_the_client_gets(client: Client, ser
     turns = [("Who wrote Faust?", 24), ("Say that in German: café, 12 Äpfel!", 9), ("Why?", 40)]
     with client.session() as session:
         for text, count in turns:
-            expected = session.chat(text, count).run()
+            expected = session.chat(text, count, stream=False).result
             got = ask(server, "by curl", text, max_new_tokens=count)
             assert (got["text"], got["count"]) == (expected.text, len(expected.tokens))
     one(client, "close", session_id="by curl")

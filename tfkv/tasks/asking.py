@@ -40,7 +40,9 @@ def answered(
     return greedy[len(question.tokens) - 1 : -1].tolist() == question.answer
 
 
-def ask(reader: SessionReader, context: Context, wanted: Sequence[bool], aware: bool) -> Answers:
+def ask(
+    reader: SessionReader, context: Context, wanted: Sequence[bool], aware: bool, piece: int = 64
+) -> Answers:
     """Reads a context once, and asks each question of a copy of what was kept of it.
 
     Args:
@@ -49,6 +51,7 @@ def ask(reader: SessionReader, context: Context, wanted: Sequence[bool], aware: 
         wanted: For each question, whether it is asked; the others count as not answered.
         aware: Whether to ask before anything is evicted, too. Where a cache reads the same
             however a text is cut, that is the same, and is not done again.
+        piece: Tokens of questions and answers read at once.
     """
     size = len(context.tokens)
     reader.start()
@@ -57,9 +60,12 @@ def ask(reader: SessionReader, context: Context, wanted: Sequence[bool], aware: 
     reader.compress(size)
     compressed = reader.save()
 
+    def read(tokens: Sequence[int], at: int) -> np.ndarray:
+        return read_on(reader, tokens, at, piece=piece)
+
     def after(question: Question) -> bool:
         reader.resume(compressed)
-        return answered(question, size, lambda tokens, at: read_on(reader, tokens, at))
+        return answered(question, size, read)
 
     def with_the_rest(question: Question) -> bool:
         reader.resume(whole)
@@ -68,7 +74,7 @@ def ask(reader: SessionReader, context: Context, wanted: Sequence[bool], aware: 
         # As a server does: the last token of a prompt is read with the answer.
         reader.compress(size + len(most))
         rest = Question([last], question.answer)
-        return answered(rest, size + len(most), lambda tokens, at: read_on(reader, tokens, at))
+        return answered(rest, size + len(most), read)
 
     asked = list(zip(context.questions, wanted, strict=True))
     agnostic = [does and after(question) for question, does in asked]
