@@ -133,6 +133,12 @@ def test_page_carries_all_weights_and_the_text(weights):
     assert 'max="2"' in page.text and page.text.count("<option") == 1 + HEADS
 
 
+def test_page_is_as_high_as_its_text(weights):
+    short = viz.attention_page(weights, WORDS)
+    long = viz.attention_page(weights, ["word " * 50 + "\n"] * TOKENS)
+    assert 100 < short.height < 250 < long.height
+
+
 def test_page_needs_nothing_from_elsewhere(weights):
     assert not re.search(r"(src|href)=|https?:|import ", viz.attention_page(weights, WORDS).text)
 
@@ -171,6 +177,8 @@ def test_text_has_a_span_for_each_token_in_its_colour():
     assert spans[0][1] == "#ffffff" and spans[-1][1] == "#000000", "letters can be read"
     assert spans[-1][2] == "token 7: kept by 100 % of layers and heads"
     assert "a &amp; b" in text
+    scale = re.findall(r'<b style="background: (#\w+);[^>]*>(\d+) %', text)
+    assert scale == [(colour(share / 100), str(share)) for share in (0, 25, 50, 75, 100)]
 
 
 def test_drawn_text_has_a_box_for_each_token_in_its_colour():
@@ -183,7 +191,7 @@ def test_drawn_text_has_a_box_for_each_token_in_its_colour():
 
 
 def test_drawn_text_is_wrapped():
-    axes = drawn(viz.coloured_text_figure([" word"] * 40, np.ones(40)))
+    axes = drawn(viz.coloured_text_figure([" word"] * 60, np.ones(60)))
     assert {box.get_y() for box in axes.patches} == {0, 1, 2}
     assert max(box.get_x() + box.get_width() for box in axes.patches) <= axes.get_xlim()[1]
 
@@ -204,6 +212,14 @@ def test_quality_curve_tells_what_is_on_the_front():
     markers = [line.get_marker() for line in axes.lines if line.get_marker() in "ox"]
     assert markers == ["o", "x", "o"]
     assert axes.get_xlabel() == "bytes a token; losing nothing: exact at 40"
+
+
+def test_names_of_points_that_are_near_do_not_overlap():
+    points = [viz.QualityPoint(f"cache {at}", 10, 0.1 + at / 1000) for at in range(6)]
+    axes = drawn(viz.quality_curve([*points, viz.QualityPoint("far", 40, 1e-4)]))
+    boxes = [text.get_window_extent() for text in axes.texts]
+    overlapping = [(a, b) for at, a in enumerate(boxes) for b in boxes[:at] if a.overlaps(b)]
+    assert overlapping == []
 
 
 def test_memory_curve_has_a_line_for_each_cache():
@@ -250,6 +266,12 @@ def test_session_timeline_has_a_line_for_each_row_and_a_colour_for_each_kind():
     assert bars[2][1] > 0, "what took no time is still to be seen"
     colours = [bar.get_facecolor() for bar in axes.patches]
     assert colours[0] != colours[1] == colours[2]
+
+
+def test_more_kinds_than_colours_are_told_apart_by_their_patterns():
+    spans = [viz.Span("A", f"kind {index}", index, index + 1) for index in range(20)]
+    axes = drawn(viz.session_timeline(spans))
+    assert len({(bar.get_facecolor(), bar.get_hatch()) for bar in axes.patches}) == 20
 
 
 def test_tokens_by_call_are_stacked():

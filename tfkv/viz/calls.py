@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 from tfkv.errors import ConfigError
 from tfkv.viz.style import COLOURS, new_figure
 
-_HATCHES = ("", "//", "..", "xx", "--", "\\\\", "oo")
+_HATCHES = ("", "//", "..", "xx", "--", "\\\\", "++")
 
 
 class Span(NamedTuple):
@@ -148,7 +148,8 @@ def _look(index: int) -> dict[str, Any]:
     """Colour and pattern: kinds are told apart in grey, too."""
     return {
         "facecolor": COLOURS[index % len(COLOURS)],
-        "hatch": _HATCHES[index % len(_HATCHES)],
+        # Another pattern each time that the colours begin anew.
+        "hatch": _HATCHES[(index + index // len(COLOURS)) % len(_HATCHES)],
     }
 
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import StrMethodFormatter
 
 from tfkv.errors import ConfigError
 from tfkv.viz.style import COLOURS, as_array, new_figure
 
+#: Bytes as people write them.
+_PLAIN = StrMethodFormatter("{x:,.0f}")
+#: Points from one name to the next.
+_NAME_HEIGHT = 12.0
 _STYLES = ("-", "--", "-.", ":")
 
 
@@ -49,8 +54,7 @@ def quality_curve(
     if not lossy:
         raise ConfigError("`points` must hold a cache that loses something. Received: none.")
     figure, axes = new_figure(height=4.8)
-    sizes = [point.bytes_per_token for point in lossy]
-    middle, best = (min(sizes) * max(sizes)) ** 0.5, float("inf")
+    sizes, best = [point.bytes_per_token for point in lossy], float("inf")
     for point in sorted(lossy, key=lambda point: (point.bytes_per_token, point.kl)):
         front, best = point.kl < best, min(best, point.kl)
         low, high = point.interval or (point.kl, point.kl)
@@ -58,15 +62,6 @@ def quality_curve(
         place = (point.bytes_per_token, point.kl)
         style = {"fmt": "o", "color": COLOURS[0]} if front else {"fmt": "x", "color": COLOURS[1]}
         axes.errorbar(*place, yerr=bars, **style)
-        right = point.bytes_per_token > middle
-        axes.annotate(
-            point.cache,
-            place,
-            xytext=(-5 if right else 5, 4),
-            textcoords="offset points",
-            fontsize=8,
-            ha="right" if right else "left",
-        )
     axes.margins(0.1)
     exact = [point for point in points if point.kl <= 0]
     label = "bytes a token"
@@ -77,8 +72,35 @@ def quality_curve(
         xlabel=label, ylabel="KL from the full cache (nats)", xscale="log", yscale="log",
         title=title,
     )  # fmt: skip
+    axes.xaxis.set_major_formatter(_PLAIN)
+    if max(sizes) < 10 * min(sizes):
+        axes.xaxis.set_minor_formatter(_PLAIN)
     axes.grid(alpha=0.3)
+    _name(axes, lossy)
     return figure
+
+
+def _name(axes: Any, points: Sequence[QualityPoint]) -> None:
+    """Writes names beside points, towards the middle, and none over another one."""
+    sizes = [point.bytes_per_token for point in points]
+    middle = (min(sizes) * max(sizes)) ** 0.5
+    taken: list[tuple[bool, float]] = []
+    for point in sorted(points, key=lambda point: point.kl):
+        place = (point.bytes_per_token, point.kl)
+        right = point.bytes_per_token > middle
+        height = axes.transData.transform(place)[1] * 72 / axes.figure.dpi
+        up = 4.0
+        while any(side == right and abs(height + up - at) < _NAME_HEIGHT for side, at in taken):
+            up += 1.0
+        taken.append((right, height + up))
+        axes.annotate(
+            point.cache,
+            place,
+            xytext=(-8 if right else 8, up),
+            textcoords="offset points",
+            fontsize=8,
+            ha="right" if right else "left",
+        )
 
 
 def memory_curve(

@@ -13,7 +13,8 @@ from tfkv.errors import ConfigError
 from tfkv.viz.html import Html
 from tfkv.viz.style import as_array, check_tokens
 
-_HEIGHT = 420
+#: Pixels of what stands above the text, and of a line of it, of so many characters.
+_HEAD, _LINE, _CHARACTERS = 110, 30, 90
 
 
 def attention_page(weights: Any, tokens: Sequence[str]) -> Html:
@@ -44,7 +45,8 @@ def attention_page(weights: Any, tokens: Sequence[str]) -> Html:
             codes=base64.b64encode(codes.tobytes()).decode("ascii"),
         )
     )
-    return Html(page, _HEIGHT)
+    lines = sum(1 + len(line) // _CHARACTERS for line in "".join(tokens).split("\n"))
+    return Html(page, _HEAD + _LINE * lines)
 
 
 _PAGE = """<!doctype html>

@@ -24,8 +24,9 @@ from tfkv.viz.style import (
     shown,
 )
 
-#: Characters of a line of text in a figure, and inches between lines.
-_LINE, _LINE_HEIGHT = 96, 0.24
+#: Characters of a line of text in a figure, points of one that fills its place, and inches
+#: between lines.
+_LINE, _SIZE, _LINE_HEIGHT = 120, 8.7, 0.24
 
 
 def kept_tokens(positions: Iterable[Any], tokens: int, row: int = 0) -> np.ndarray:
@@ -124,7 +125,7 @@ def coloured_text_figure(tokens: Sequence[str], shares: Any, title: str = "") ->
         back, front = _colours(value)
         axes.add_patch(Rectangle((column, line), len(text), 0.9, facecolor=back, linewidth=0))
         axes.text(
-            column, line + 0.5, text, color=front, family="monospace", fontsize=8, va="center",
+            column, line + 0.5, text, color=front, family="monospace", fontsize=_SIZE, va="center",
             parse_math=False,
         )  # fmt: skip
     axes.set(xlim=(0, _LINE), ylim=(lines, -0.1), title=title)
@@ -148,7 +149,8 @@ def _shares(tokens: Sequence[str], shares: Any) -> np.ndarray:
 
 def _colours(share: float) -> tuple[str, str]:
     """Background and letters."""
-    red, green, blue, _ = matplotlib.colormaps[COLOUR_MAP](share)
+    # Of a whole number it would take the colour of that number.
+    red, green, blue, _ = matplotlib.colormaps[COLOUR_MAP](float(share))
     bright = 0.3 * red + 0.59 * green + 0.11 * blue > 0.45
     return to_hex((red, green, blue)), "#000000" if bright else "#ffffff"
 
