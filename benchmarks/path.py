@@ -13,9 +13,9 @@ from benchmarks import texts
 from benchmarks.artifacts import prepare
 from benchmarks.bars import Measurement
 from benchmarks.registry import Measured, Say, measures
-from benchmarks.server_process import ServerProcess, import_baseline_mb
+from benchmarks.resident import import_baseline_mb, resident_mb
 from tfkv.config import EngineConfig
-from tfkv.serving import Client, Session
+from tfkv.serving import Client, ServerProcess, Session
 
 _NEW_TOKENS = 64
 _REPEATS = 3
@@ -96,13 +96,13 @@ def server(say: Say) -> Measured:
         ServerProcess(directory, _LOG_COMPILATIONS) as process,
         Client(process.target, artifact=directory) as client,
     ):
-        resident, compiled = process.resident_mb(), _compilations(process.log())
+        resident, compiled = resident_mb(process.pid), _compilations(process.log())
         say("calls of all shapes")
         _varied_traffic(client)
         after = _compilations(process.log())
         weights = sum(array.nbytes for array in texts.model().weights.values()) / 1e6
         pool = client.stats()["bytes_pool"] / 1e6
-        grown = process.resident_mb()
+        grown = resident_mb(process.pid)
         overhead = _call_overhead(client, say)
     parts = f"{weights:.0f} weights, {pool:.0f} pool, {baseline:.0f} imports alone"
     return {

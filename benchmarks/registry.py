@@ -13,7 +13,7 @@ MODULES = {
     "path": ("benchmarks.path",),
     "engine": ("benchmarks.engine",),
     "caches": ("benchmarks.caches", "benchmarks.eviction"),
-    "keras": ("benchmarks.families",),
+    "keras": ("benchmarks.families", "benchmarks.notebooks"),
 }
 
 #: Called with a line about what is being done.

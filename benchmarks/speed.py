@@ -18,9 +18,8 @@ from benchmarks import texts
 from benchmarks.artifacts import prepare
 from benchmarks.keras_nlp_peer import KerasNlpPeer, decode_rate
 from benchmarks.registry import Say
-from benchmarks.server_process import ServerProcess
 from tfkv.causal_lm import CausalLM
-from tfkv.serving import Client
+from tfkv.serving import Client, ServerProcess
 
 _CALL = 1024  # tokens of a row that one call carries
 _STEPS = 32

@@ -463,6 +463,30 @@ class CachedMultiHeadAttention(keras.layers.Layer):
             tf.transpose(values, [0, 2, 1, 3]),
         )
 
+    def attention_weights(self, x: tf.Tensor, positions: tf.Tensor) -> tf.Tensor:
+        """What each token of a text attends to, for pictures: within the policy's window, as if
+        nothing was rounded or evicted.
+
+        Args:
+            x: ``[B, T, D]``.
+            positions: int32 ``[B, T]``; −1 = padding.
+
+        Returns:
+            float32 ``[B, N, T, T]``, rows summing to 1.
+        """
+        queries, keys, _ = self.project_in(tf.cast(x, self.compute_dtype), positions)
+        policy, stored = self.cache.policy, {"codes": keys}
+        scores = _FLOAT32.scores(queries, stored)
+        if policy.furthest is not None and self.rope_max_wavelength is not None:
+            looking = look_from(queries, positions, policy.furthest, self.rope_max_wavelength)
+            sink = (positions < policy.sinks)[:, tf.newaxis, tf.newaxis]
+            scores = tf.where(sink, _FLOAT32.scores(looking, stored), scores)
+        first_visible = policy.first_visible(positions)
+        mask = masks.visible(positions, positions, first_visible, policy.sinks)
+        weights = attention.attention_weights(scores, mask)
+        width = tf.shape(positions)[1]
+        return tf.reshape(weights, [-1, self.num_heads, width, width])
+
     def _attend(
         self,
         chunk: _Chunk,

@@ -33,6 +33,21 @@ class CacheStore(abc.ABC):
         """Bytes of one row of the state; exact."""
         return sum(spec.shape.num_elements() * spec.dtype.size for spec in self.spec(1).values())
 
+    def kept_positions(self, state: State) -> tf.Tensor:
+        """Positions of the tokens that each KV head holds, int32 ``[B, K, S]``; −1 = empty."""
+        found = []
+        for store, _, own in self.parts(state):
+            positions = store.view(own).positions
+            if positions.shape.rank == 2:
+                positions = tf.tile(positions[:, tf.newaxis], [1, store.num_key_value_heads, 1])
+            found.append(positions)
+        longest = max(positions.shape[-1] for positions in found)
+        padded = [
+            tf.pad(one, [[0, 0], [0, 0], [0, longest - one.shape[-1]]], constant_values=-1)
+            for one in found
+        ]
+        return tf.concat(padded, axis=1)
+
     def reorder(self, state: State, rows: tf.Tensor) -> State:
         """The state whose row b was row ``rows[b]``: for beams and forks."""
         return {name: tf.gather(tensor, rows) for name, tensor in state.items()}

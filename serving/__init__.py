@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tfkv.serving.offload import OffloadTier
     from tfkv.serving.retry import Retry
     from tfkv.serving.saved_session import SavedSession
+    from tfkv.serving.server_process import ServerProcess
     from tfkv.serving.session import Session
     from tfkv.serving.text import Detokenizer, Tokenizer
 
@@ -44,6 +45,7 @@ _HOMES = {
     "Retry": "retry",
     "Sampling": "generation",
     "SavedSession": "saved_session",
+    "ServerProcess": "server_process",
     "Session": "session",
     "SessionError": "failures",
     "TextError": ".errors",
@@ -67,6 +69,7 @@ __all__ = [
     "Retry",
     "Sampling",
     "SavedSession",
+    "ServerProcess",
     "Session",
     "SessionError",
     "TextError",

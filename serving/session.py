@@ -409,6 +409,56 @@ class Session:
         array = np.array(scores, np.float32)
         return np.where(array > 0, np.float32(np.nan), array)
 
+    def attention(
+        self, layer: int, position: int | None = None, timeout: float | None = None
+    ) -> np.ndarray:
+        """What one token attends to in one layer, for pictures. Changes nothing.
+
+        Args:
+            layer: Which layer, from 0.
+            position: The token that attends; the last one by default.
+            timeout: Seconds for all calls; by default each has the client's timeout.
+
+        Returns:
+            float32 ``[N, position + 1]``: for each query head the weight of each token up to
+            this one, 0 where the cache keeps none. Rows sum to 1.
+
+        Raises:
+            InputError: The position is not within the transcript.
+            RowError: There is no such layer, or the cache has forgotten what the token saw.
+            ServerError: The server failed.
+        """
+        self._check_open()
+        self._end_active()
+        position = len(self._tokens) - 1 if position is None else position
+        if not 0 <= position < len(self._tokens):
+            raise failures.InputError(
+                f"`position` must be from 0 to {len(self._tokens) - 1}. Received: {position}."
+            )
+        answer = self._look(layer, position, Deadline.after(timeout))
+        held = answer["positions"]
+        weights = np.zeros([len(answer["weights"]), position + 1], np.float32)
+        seen = (held >= 0) & (held <= position)
+        weights[:, held[seen]] = answer["weights"][:, seen]
+        return weights
+
+    def _look(self, layer: int, position: int, deadline: Deadline) -> Row:
+        """An answer of `attention`, whatever the server holds of this session."""
+        row = {"session_id": self.session_id, "layer": layer, "position": position}
+        lost = 0
+        while True:
+            if self._foreign_from is not None or self._confirmed <= position:
+                self._reach("generate", self._prefill_only(), deadline)
+            answer = self._call("attention", row, deadline)
+            status, renewed = int(answer["status"]), int(answer["epoch"]) != self.epoch
+            if status == Status.OK and not renewed:
+                return answer
+            if status not in (Status.OK, Status.UNKNOWN, Status.GAP):
+                raise self._row_error("attention", answer)
+            self._forget("attention", "new epoch" if renewed else Status(status).name)
+            lost += 1
+            self._pause(lost - 1, deadline, _MOST_REPLAYS, _VANISHING)
+
     # Branching
 
     def fork(

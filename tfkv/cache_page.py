@@ -54,27 +54,13 @@ def _quality(scores: Sequence[TextScore]) -> str:
     lossy = [score for score in scores if score.kl > 0]
     if not lossy:
         return ""
-    pyplot = _pyplot()
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-    best = float("inf")
-    for score in sorted(lossy, key=lambda score: (score.bytes_per_token, score.kl)):
-        front, best = score.kl < best, min(best, score.kl)
-        low, high = score.kl_interval
-        bars = [[max(score.kl - low, 0.0)], [max(high - score.kl, 0.0)]]
-        point = (score.bytes_per_token, score.kl)
-        axes.errorbar(*point, yerr=bars, fmt="o" if front else "x", color="C0" if front else "C7")
-        axes.annotate(
-            short(score.cache), point, xytext=(5, 4), textcoords="offset points", fontsize=8
-        )
-    axes.margins(x=0.3)  # room for the labels
-    axes.set(
-        xlabel="bytes a token",
-        ylabel="KL from the full cache (nats)",
-        xscale="log",
-        yscale="log",
-        title="Filled: no cache of as few bytes is nearer",
-    )
-    return _svg(figure)
+    from tfkv.viz import QualityPoint, quality_curve
+
+    points = [
+        QualityPoint(short(score.cache), score.bytes_per_token, score.kl, score.kl_interval)
+        for score in lossy
+    ]
+    return _svg(quality_curve(points))
 
 
 def _grids(scores: Sequence[TaskScore]) -> str:
@@ -90,11 +76,12 @@ def _grids(scores: Sequence[TaskScore]) -> str:
                 panels.setdefault(short(score.cache) + words, []).append((score.length, cells))
     if not panels:
         return ""
-    pyplot = _pyplot()
+    from matplotlib.figure import Figure
+
     columns = min(3, len(panels))
     rows = math.ceil(len(panels) / columns)
-    size = (3.6 * columns, 2.6 * rows)
-    figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    figure = Figure(figsize=(3.6 * columns, 2.6 * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
     for place in axes.flat[len(panels) :]:
         place.set_axis_off()
     for place, (name, by_length) in zip(axes.flat, panels.items(), strict=False):
@@ -106,11 +93,11 @@ def _heat(axes: Any, name: str, cells: Sequence[tuple[int, dict[float, float]]])
     """One panel: depth down, length across, percent in each cell."""
     depths = sorted({depth for _, shares in cells for depth in shares})
     grid = np.array([[shares.get(depth, math.nan) for _, shares in cells] for depth in depths])
-    axes.imshow(grid, cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
+    axes.imshow(grid, cmap="cividis", vmin=0, vmax=100, aspect="auto")
     for (row, column), value in np.ndenumerate(grid):
-        axes.text(
-            column, row, "–" if math.isnan(value) else f"{value:.0f}", ha="center", va="center"
-        )
+        said = "–" if math.isnan(value) else f"{value:.0f}"
+        colour = "white" if value < 50 else "black"
+        axes.text(column, row, said, ha="center", va="center", color=colour)
     axes.set_xticks(range(len(cells)), [f"{length:,}" for length, _ in cells])
     axes.set_yticks(range(len(depths)), [f"{100 * depth:.0f} %" for depth in depths])
     axes.set_title("\n".join(name[at : at + 40] for at in range(0, len(name), 40)), fontsize=8)
@@ -118,21 +105,10 @@ def _heat(axes: Any, name: str, cells: Sequence[tuple[int, dict[float, float]]])
     axes.set_ylabel("depth", fontsize=8)
 
 
-def _pyplot() -> Any:
-    """Matplotlib's figures, loaded when one is drawn, and never on a screen."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
 def _svg(figure: Any) -> str:
-    """A figure as SVG text; it is closed."""
+    """A figure as SVG text."""
     out = io.StringIO()
     figure.savefig(out, format="svg")
-    _pyplot().close(figure)
     return out.getvalue()[out.getvalue().index("<svg") :]
 
 

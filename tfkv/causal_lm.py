@@ -25,6 +25,8 @@ from tfkv.layers.store import State
 if TYPE_CHECKING:
     from tfkv.generation import Generator
 
+__all__ = ["AnyCache", "CausalLM"]
+
 #: A cache as `CacheSpec.parse` reads it.
 AnyCache = CacheSpec | str | Mapping[str, Any]
 
@@ -218,6 +220,14 @@ class CausalLM(keras.Model):
         return [
             block.attention.evict(own) if cache.policy.evicts else own
             for block, cache, own in zip(self.blocks, self.caches, state, strict=True)
+        ]
+
+    def kept_positions(self, state: list[State]) -> list[tf.Tensor]:
+        """Which tokens a state holds: for each layer the positions of its entries, int32
+        ``[B, K, S]``, −1 = empty; S differs where layers do."""
+        return [
+            block.attention.store.kept_positions(own)
+            for block, own in zip(self.blocks, state, strict=True)
         ]
 
     def bytes_per_session(self) -> int:

@@ -317,7 +317,7 @@ def _batching(path: pathlib.Path | None) -> BatchingParameters:
 
 
 def _announce(server: Server, steps: terminal.Steps) -> None:
-    """One line on standard output once the server answers; `tfkv.demo` reads it."""
+    """One line on standard output once it answers, which `tfkv.serving.ServerProcess` reads."""
     steps.close()
     rest = "" if server.rest_port is None else f", REST {server.host}:{server.rest_port}"
     typer.echo(f"Serving {server.name}: gRPC {server.target}{rest}")

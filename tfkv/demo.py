@@ -10,9 +10,6 @@ import argparse
 import contextlib
 import os
 import pathlib
-import re
-import signal
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -20,7 +17,7 @@ from typing import TYPE_CHECKING
 from tfkv import terminal
 from tfkv._version import __version__
 from tfkv.config import EngineConfig
-from tfkv.errors import ArtifactError, ServerError, TfkvError
+from tfkv.errors import ArtifactError, TfkvError
 from tfkv.manifest import STATS, Manifest, latest_version
 
 if TYPE_CHECKING:
@@ -29,9 +26,6 @@ if TYPE_CHECKING:
 SOURCE = "smollm2"
 ENGINE = EngineConfig()
 QUESTIONS = ("What is the capital of France?", "And what is it famous for?")
-
-_READY = re.compile(r"^Serving (?P<name>\S+): gRPC (?P<target>\S+?)(,|$)")
-_SHUTDOWN_SECONDS = 60
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,38 +75,13 @@ def serving(directory: pathlib.Path) -> Iterator[str]:
     Raises:
         ServerError: It ended before it answered, or with another exit code than 0.
     """
+    from tfkv.serving import ServerProcess
+
     _say(f"Starting the server: tfkv serve {directory}")
     # Progress and log lines of the server go where ours go, to standard error.
-    with subprocess.Popen(_command(directory), stdout=subprocess.PIPE, text=True) as server:
-        try:
-            yield _wait_for(server)
-            server.send_signal(signal.SIGTERM)
-            code = server.wait(_SHUTDOWN_SECONDS)
-        except subprocess.TimeoutExpired as error:
-            raise ServerError(
-                f"The server did not end within {_SHUTDOWN_SECONDS} s of SIGTERM; killed it."
-            ) from error
-        finally:
-            if server.poll() is None:
-                server.kill()
-    if code != 0:
-        raise ServerError(f"The server ended with exit code {code} after SIGTERM; expected 0.")
-
-
-def _command(directory: pathlib.Path) -> list[str]:
-    ports = ["--port", "0", "--rest-port", "0"]
-    return [sys.executable, "-m", "tfkv", "serve", str(directory), *ports]
-
-
-def _wait_for(server: subprocess.Popen[str]) -> str:
-    for line in server.stdout or ():
-        _say(line.rstrip())
-        if match := _READY.match(line):
-            return match["target"]
-    raise ServerError(
-        f"The server ended with exit code {server.wait()} before it answered; see its messages "
-        "above."
-    )
+    with ServerProcess(directory, show_log=True, rest=True) as server:
+        _say(server.said)
+        yield server.target
 
 
 def converse(target: str, directory: pathlib.Path, max_new_tokens: int = 128) -> None:

@@ -79,6 +79,8 @@ def load_tensorflow(keras: bool = True) -> None:
         os.dup2(messages.fileno(), 2)
         try:
             tensorflow = importlib.import_module("tensorflow")
+            # In a notebook it would report each step of a save, too.
+            tensorflow.get_logger().setLevel("WARNING")
             if not any(pathlib.Path("/dev").glob("nvidia*")):
                 tensorflow.config.list_physical_devices("GPU")
         except BaseException:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import logging
 import os
 import re
 import subprocess
@@ -436,11 +437,15 @@ def test_the_command_starts_without_tensorflow():
 @pytest.mark.parametrize("level", ["0", "2"])
 def test_tensorflow_starts_silently_unless_asked(level, tmp_path):
     fake = (
-        "import os, types; os.write(2, b'noise'); "
+        "import logging, os, types; os.write(2, b'noise'); "
+        "get_logger = lambda: logging.getLogger('tensorflow'); get_logger().setLevel('INFO'); "
         "config = types.SimpleNamespace(list_physical_devices=lambda kind: os.write(2, b'GPU'))"
     )
     (tmp_path / "tensorflow.py").write_text(fake, encoding="utf-8")
-    code = "import os, tfkv.terminal as t; t.load_tensorflow(); os.write(2, b'after')"
+    code = (
+        "import os, tfkv.terminal as t; t.load_tensorflow(); os.write(2, b'after'); "
+        "import logging; print(logging.getLogger('tensorflow').getEffectiveLevel())"
+    )
     result = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": str(tmp_path), "TF_CPP_MIN_LOG_LEVEL": level},
@@ -448,6 +453,7 @@ def test_tensorflow_starts_silently_unless_asked(level, tmp_path):
         text=True,
     )
     assert result.stderr == ("noiseafter" if level == "0" else "after")
+    assert int(result.stdout) == (logging.INFO if level == "0" else logging.WARNING)
 
 
 def test_a_server_starts_without_keras():

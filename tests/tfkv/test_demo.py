@@ -10,8 +10,8 @@ import pytest
 
 from tfkv import __version__, demo, terminal
 from tfkv.config import DecoderConfig
-from tfkv.errors import ServerError
 from tfkv.manifest import MANIFEST_PATH, Manifest, signature_table
+from tfkv.serving import server_process
 
 MANIFEST = Manifest(
     model=DecoderConfig(1000, 2, 64, 4, 2, 16, 128),
@@ -67,47 +67,7 @@ def test_an_artifact_that_does_not_fit_is_replaced(tmp_path, exports, manifest):
     assert exports == [("smollm2", tmp_path, demo.ENGINE)]
 
 
-READY = "print('Serving tfkv: gRPC 127.0.0.1:4321, REST 127.0.0.1:4322', flush=True)"
-WAIT = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit({code}))\n"
-
-
-def use(monkeypatch, code):
-    monkeypatch.setattr(demo, "_command", lambda _: [sys.executable, "-c", code])
-
-
-def test_serving_gives_the_target_and_ends_the_server(monkeypatch, tmp_path):
-    use(monkeypatch, f"{WAIT.format(code=0)}\nprint('hello')\n{READY}\ntime.sleep(60)")
-    with demo.serving(tmp_path) as target:
-        assert target == "127.0.0.1:4321"
-
-
-def test_serving_reports_another_exit_code(monkeypatch, tmp_path):
-    use(monkeypatch, f"{WAIT.format(code=3)}\n{READY}\ntime.sleep(60)")
-    with pytest.raises(ServerError, match="exit code 3 after SIGTERM"), demo.serving(tmp_path):
-        pass
-
-
-def test_serving_reports_a_server_that_did_not_start(monkeypatch, tmp_path):
-    use(monkeypatch, "raise SystemExit(4)")
-    with pytest.raises(ServerError, match="exit code 4 before"), demo.serving(tmp_path):
-        pytest.fail("must not get here")
-
-
-def test_serving_kills_a_server_that_stays(monkeypatch, tmp_path):
-    monkeypatch.setattr(demo, "_SHUTDOWN_SECONDS", 0.2)
-    stays = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-    use(monkeypatch, f"{stays}\n{READY}\ntime.sleep(60)")
-    with pytest.raises(ServerError, match="killed"), demo.serving(tmp_path):
-        pass
-
-
-def test_serving_ends_the_server_when_the_talk_fails(monkeypatch, tmp_path):
-    use(monkeypatch, f"{READY}\nimport time; time.sleep(60)")
-    with pytest.raises(KeyError), demo.serving(tmp_path):
-        raise KeyError
-
-
 def test_main_reports_errors_without_a_traceback(monkeypatch, tmp_path, exports, capsys):
-    use(monkeypatch, "raise SystemExit(4)")
+    monkeypatch.setattr(server_process, "_command", lambda *_: [sys.executable, "-c", "exit(4)"])
     assert demo.main(["--directory", str(tmp_path)]) == 1
     assert "Error: The server ended with exit code 4" in capsys.readouterr().err

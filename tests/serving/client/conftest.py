@@ -31,6 +31,7 @@ from tfkv.serving import Client, Retry, wire
 from tfkv.serving.contract import Contract
 
 VOCABULARY = 300
+LAYERS, HEADS, ENTRIES = 3, 4, 64
 STOP = 1
 FAST = Retry(first_wait=0.001, longest_wait=0.01, attempt_timeout=0.4)
 TEMPLATE = (
@@ -221,7 +222,7 @@ class FakeServer:
         answer: dict[str, Any] = {"status": 0, "detail": 0, "epoch": self.epoch, "position": 0}
         for name, spec in self.table[signature].outputs.items():
             if name not in answer:
-                sizes = {"V": VOCABULARY}
+                sizes = {"V": VOCABULARY, "heads": HEADS, "entries": ENTRIES}
                 shape = [sizes.get(str(size), size) for size in spec.shape]
                 answer[name] = np.full(shape, -1 if name == "tokens" else 0, spec.dtype)
         try:
@@ -317,6 +318,23 @@ class FakeServer:
         for at in range(start, reached):
             logprobs[at - start] = toy_logprob(held.tokens[: at + 1]) if at else 1.0
         return {"logprobs": logprobs, "count": reached - start, "position": len(held.tokens)}
+
+    def _attention(self, row: dict[str, Any], _: str | None) -> dict[str, Any]:
+        """Entries lie backwards, and each head looks at the first token and at its own."""
+        held, position = self.sessions.get(self._key(row)), int(row["position"])
+        if held is None:
+            raise Refused(Status.UNKNOWN)
+        if row["layer"] >= LAYERS:
+            raise Refused(Status.INVALID, 18)
+        if position >= len(held.tokens):
+            raise Refused(Status.GAP, len(held.tokens))
+        positions = np.full(ENTRIES, -1, np.int32)
+        positions[ENTRIES - len(held.tokens) :] = np.arange(len(held.tokens))[::-1]
+        weights = np.zeros([HEADS, ENTRIES], np.float32)
+        for head in range(HEADS):
+            weights[head] += (positions == 0) * (0.5 + head / 10)
+            weights[head] += (positions == position) * (0.5 - head / 10)
+        return {"weights": weights, "positions": positions, "position": len(held.tokens)}
 
     def _truncate(self, row: dict[str, Any], _: str | None) -> dict[str, Any]:
         held = self.sessions.get(self._key(row))

@@ -464,6 +464,38 @@ def test_arguments_that_cannot_be_sent(
         assert len(list(session.generate(PROMPT, 2))) == 2
 
 
+def test_attention_lies_by_position(client: Client) -> None:
+    """The server's entries lie backwards, and some are empty."""
+    with client.session() as session:
+        session.generate(PROMPT, 3).run()
+        weights = session.attention(2)
+        assert weights.shape == (4, 8)
+        np.testing.assert_allclose(weights[1], [0.6, 0, 0, 0, 0, 0, 0, 0.4])
+        np.testing.assert_allclose(session.attention(0, position=4)[0], [0.5, 0, 0, 0, 0.5])
+
+
+def test_attention_of_a_session_that_the_server_lost(server: Any, client: Client) -> None:
+    with client.session(tokens=PROMPT) as session:
+        assert session.attention(0).shape == (4, 5), "nothing was sent before"
+        session.generate([20], 0).run()
+        before = session.replays
+        server.forget()
+        assert session.attention(0).shape == (4, 6)
+        assert session.replays == before + 1
+        assert only_session(server).tokens == session.tokens
+
+
+def test_attention_of_what_is_not_there_is_refused(client: Client) -> None:
+    with client.session() as session:
+        with pytest.raises(InputError, match="`position`"):
+            session.attention(0)
+        session.generate(PROMPT, 0).run()
+        with pytest.raises(InputError, match="from 0 to 4"):
+            session.attention(0, position=5)
+        with pytest.raises(RowError, match="`layer`"):
+            session.attention(3)
+
+
 def test_closed_session(client: Client) -> None:
     session = client.session()
     session.generate(PROMPT, 1).run()

@@ -1,0 +1,42 @@
+"""Attention weights of all layers and heads over a text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from tfkv.causal_lm import CausalLM
+from tfkv.errors import ConfigError
+
+__all__ = ["attention_maps"]
+
+
+def attention_maps(model: CausalLM, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+    """What each token of a text attends to, in every layer and query head.
+
+    The text is read at once, without a cache: the weights are those of a policy's window, and
+    of a codec and an eviction they say nothing. Of a served session, `Session.attention` does.
+
+    Args:
+        model: Decoder.
+        tokens: Token ids ``[T]``. The result grows with their square: 1,000 tokens take 1 GB
+            in SmolLM2.
+
+    Returns:
+        float32 ``[L, N, T, T]``; row t sums to 1 over what token t sees.
+
+    Raises:
+        ConfigError: There is no token.
+    """
+    ids = np.asarray(tokens, np.int32)
+    if ids.ndim != 1 or not ids.size:
+        raise ConfigError(f"`tokens` must be a list of token ids. Received: shape={ids.shape}.")
+    positions = tf.range(ids.size)[tf.newaxis]
+    x, found = model.token_embedding(ids[np.newaxis]), []
+    for block in model.blocks:
+        weights = block.attention.attention_weights(block.attention_norm(x), positions)
+        found.append(weights.numpy()[0])
+        x, _ = block(x, positions=positions)
+    return np.stack(found)
