@@ -23,7 +23,12 @@ TESTS_export := tests/export --ignore-glob=$(TESTS_export_a-d) --ignore-glob=$(T
 TESTS_layers := tests/layers
 TESTS_others := tests --ignore=tests/export --ignore=tests/layers
 PYTEST ?= pytest -m "not slow"
-TEST_GROUPS := export_e others export_a-d layers export
+# Once more on Keras 2; see layers/keras_api.py.
+TESTS_legacy_keras := $(addprefix tests/layers/test_,cached_multi_head_attention.py decoder_block.py \
+	experts.py layer_norm.py rms_norm.py) tests/tfkv/test_causal_lm.py tests/tfkv/test_generation.py \
+	tests/export/test_exporter.py
+test-legacy_keras: export TFKV_KERAS = tf_keras
+TEST_GROUPS := export_e others export_a-d layers export legacy_keras
 pytest = $(if $(PYTEST_ARGS),$(VENV)/bin/pytest $(1) $(PYTEST_ARGS),$(MAKE) --no-print-directory \
 	--jobs=2 --keep-going --output-sync=target PYTEST='pytest $(1)' $(addprefix test-,$(TEST_GROUPS)))
 

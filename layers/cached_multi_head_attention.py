@@ -7,7 +7,6 @@ import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import keras
 import tensorflow as tf
 
 from tfkv.architecture import Rope, read
@@ -20,6 +19,7 @@ from tfkv.layers.codecs import CODECS, CacheCodec, Codec, Coded
 from tfkv.layers.codecs.codec import code_of_heads
 from tfkv.layers.dense_store import DenseStore
 from tfkv.layers.evicting_store import Asked, EvictingStore, Weighing
+from tfkv.layers.keras_api import LEGACY, keras
 from tfkv.layers.normalization import rms_normalize
 from tfkv.layers.positions import consecutive_positions, first_position
 from tfkv.layers.ragged_store import RaggedStore
@@ -229,6 +229,7 @@ class CachedMultiHeadAttention(keras.layers.Layer):
                 norm = RMSNorm(epsilon, dtype=self.dtype_policy, name=name)
                 norm.build((None, None, None, self.key_dim))
                 setattr(self, name, norm)
+        self.built = True
 
     def _project(
         self, equation: str, output_shape: tuple[int | None, ...], bias_axes: str, name: str
@@ -544,7 +545,7 @@ def _asking(positions: tf.Tensor, keys: tf.Tensor) -> tf.Tensor:
 
 
 def _require_tensorflow() -> None:
-    backend = keras.backend.backend()
+    backend = "tensorflow" if LEGACY else keras.backend.backend()
     if backend != "tensorflow":
         raise ConfigError(
             "tfkv layers need Keras on TensorFlow: set KERAS_BACKEND=tensorflow before Keras is "

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from tfkv.architecture import BlockOptions, read
@@ -15,6 +14,7 @@ from tfkv.layers.cache_spec import CacheSpec
 from tfkv.layers.cached_multi_head_attention import CachedMultiHeadAttention
 from tfkv.layers.experts import Experts
 from tfkv.layers.feed_forward import activate
+from tfkv.layers.keras_api import keras
 from tfkv.layers.layer_norm import LayerNorm
 from tfkv.layers.rms_norm import RMSNorm
 from tfkv.layers.store import State
@@ -131,6 +131,7 @@ class DecoderBlock(keras.layers.Layer):
             self.post_attention_norm.build(input_shape)
         if options.norms.post_feedforward:
             self.post_feedforward_norm.build(input_shape)
+        self.built = True
 
     def _dense(self, units: int, name: str) -> keras.layers.Dense:
         bias = self.options.feed_forward.bias

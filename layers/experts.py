@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from tfkv.architecture import Experts as Options
 from tfkv.architecture import read
 from tfkv.layers.feed_forward import activate, mix_experts, route
+from tfkv.layers.keras_api import keras
 from tfkv.layers.shapes import shape_of
 
 
@@ -55,6 +55,7 @@ class Experts(keras.layers.Layer):
             self.shared_gate = self._weight("shared_gate", (width, options.shared_dim))
             self.shared_up = self._weight("shared_up", (width, options.shared_dim))
             self.shared_down = self._weight("shared_down", (options.shared_dim, width))
+        self.built = True
 
     def _weight(self, name: str, shape: tuple[int | None, ...]) -> keras.Variable:
         return self.add_weight(name=name, shape=shape, initializer="glorot_uniform")

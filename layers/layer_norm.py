@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from tfkv.errors import ConfigError
+from tfkv.layers.keras_api import KEEPS_DTYPE, keras
 from tfkv.layers.normalization import layer_normalize
 
 
@@ -41,8 +41,9 @@ class LayerNorm(keras.layers.Layer):
 
     def build(self, input_shape: tuple[int | None, ...]) -> None:
         shape = (input_shape[-1],)
-        self.scale = self.add_weight(name="scale", shape=shape, initializer="ones", autocast=False)
-        self.bias = self.add_weight(name="bias", shape=shape, initializer="zeros", autocast=False)
+        self.scale = self.add_weight(name="scale", shape=shape, initializer="ones", **KEEPS_DTYPE)
+        self.bias = self.add_weight(name="bias", shape=shape, initializer="zeros", **KEEPS_DTYPE)
+        self.built = True
 
     def call(self, x: tf.Tensor) -> tf.Tensor:
         scale, bias = tf.convert_to_tensor(self.scale), tf.convert_to_tensor(self.bias)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from tfkv.errors import ConfigError
+from tfkv.layers.keras_api import KEEPS_DTYPE, keras
 from tfkv.layers.normalization import rms_normalize
 
 
@@ -40,8 +40,9 @@ class RMSNorm(keras.layers.Layer):
 
     def build(self, input_shape: tuple[int | None, ...]) -> None:
         self.scale = self.add_weight(
-            name="scale", shape=(input_shape[-1],), initializer="ones", autocast=False
+            name="scale", shape=(input_shape[-1],), initializer="ones", **KEEPS_DTYPE
         )
+        self.built = True
 
     def call(self, x: tf.Tensor) -> tf.Tensor:
         return rms_normalize(x, tf.convert_to_tensor(self.scale), self.epsilon)

@@ -54,7 +54,9 @@ def rule_of(module: str) -> Rule:
     if within(module, CORE):
         return Rule(CORE)
     if within(module, ("tfkv.layers",)):
-        return Rule(("keras", "tensorflow", "tfkv.layers", "tfkv.architecture", "tfkv.errors"))
+        return Rule(
+            ("keras", "tf_keras", "tensorflow", "tfkv.layers", "tfkv.architecture", "tfkv.errors")
+        )
     if within(module, ("tfkv.serving",)):
         own_core = (*CORE, "tfkv.chat_template", "tfkv.serving")
         # Third-party names are free here: test_packaging checks what the client loads.

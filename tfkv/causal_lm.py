@@ -6,7 +6,6 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-import keras
 import numpy as np
 import tensorflow as tf
 
@@ -15,6 +14,7 @@ from tfkv.errors import ConfigError, ModelSourceError
 from tfkv.layers.cache_fit import check_fit
 from tfkv.layers.cache_spec import CacheSpec
 from tfkv.layers.decoder_block import DecoderBlock
+from tfkv.layers.keras_api import KEEPS_DTYPE, keras, serialize_policy
 from tfkv.layers.layer_norm import LayerNorm
 from tfkv.layers.per_layer import CalibrationTables, layer_caches
 from tfkv.layers.positions import consecutive_positions
@@ -196,15 +196,16 @@ class CausalLM(keras.Model):
                 name="position_embedding",
                 shape=(config.context_length, config.hidden_dim),
                 initializer="uniform",
-                autocast=False,
+                **KEEPS_DTYPE,
             )
         if not config.tie_embeddings:
             self.output_embedding = self.add_weight(
                 name="output_embedding",
                 shape=(config.vocabulary_size, config.hidden_dim),
                 initializer="glorot_uniform",
-                autocast=False,
+                **KEEPS_DTYPE,
             )
+        self.built = True
 
     def get_state_spec(self, batch_size: int) -> list[dict[str, tf.TensorSpec]]:
         """Shapes and dtypes of the state of each layer."""
@@ -356,7 +357,7 @@ class CausalLM(keras.Model):
         return {
             "name": self.name,
             "trainable": self.trainable,
-            "dtype": keras.dtype_policies.serialize(self.dtype_policy),
+            "dtype": serialize_policy(self.dtype_policy),
             "config": self.config.to_dict(),
             "cache": caches[0] if all(cache == caches[0] for cache in caches) else caches,
             "capacity": self.capacity,

@@ -9,7 +9,6 @@ import dataclasses
 import pathlib
 from collections.abc import Sequence
 
-import keras
 import numpy as np
 import pytest
 import reference
@@ -17,6 +16,7 @@ import tensorflow as tf
 
 from tfkv.errors import CacheError
 from tfkv.layers import CachedMultiHeadAttention, CacheSpec
+from tfkv.layers.keras_api import keras
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, BASE = 24, 4, 2, 8, 100.0
 BATCH, LENGTH, CAPACITY = 3, 17, 20

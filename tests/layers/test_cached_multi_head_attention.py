@@ -2,14 +2,15 @@ from __future__ import annotations
 
 import re
 
-import keras
 import numpy as np
 import pytest
 import reference
 import tensorflow as tf
+from keras_weights import by_path
 
 from tfkv.errors import CacheError, ConfigError
 from tfkv.layers import CachedMultiHeadAttention
+from tfkv.layers.keras_api import keras
 
 HIDDEN = 24
 
@@ -48,7 +49,7 @@ def test_equals_the_reference(heads: int, kv_heads: int | None, base: float | No
 
 def test_weights_are_named_and_shaped_as_in_keras_nlp():
     layer = _layer(use_bias=True, name="attention")
-    assert {w.path: tuple(w.shape) for w in layer.weights} == {
+    assert {path: tuple(w.shape) for path, w in by_path(layer).items()} == {
         "attention/query/kernel": (HIDDEN, 4, 8),
         "attention/query/bias": (4, 8),
         "attention/key/kernel": (HIDDEN, 2, 8),

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from tfkv.errors import ConfigError
+from tfkv.layers.keras_api import keras
 from tfkv.layers.layer_norm import LayerNorm
 
 

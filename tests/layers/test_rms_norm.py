@@ -1,12 +1,13 @@
 from __future__ import annotations
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras_weights import by_path
 
 from tfkv.errors import ConfigError
 from tfkv.layers import RMSNorm
+from tfkv.layers.keras_api import keras
 
 
 def test_by_definition():
@@ -17,7 +18,7 @@ def test_by_definition():
     layer.set_weights([scale])
     expected = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-3) * scale
     np.testing.assert_allclose(layer(tf.constant(x, tf.float32)), expected, atol=1e-6)
-    assert [w.name for w in layer.weights] == ["scale"]
+    assert list(by_path(layer)) == [f"{layer.name}/scale"]
 
 
 def test_statistics_do_not_overflow_in_float16():

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -10,6 +9,7 @@ import tensorflow as tf
 from tfkv.causal_lm import CausalLM
 from tfkv.config import DecoderConfig
 from tfkv.errors import CacheError, ConfigError, ModelSourceError
+from tfkv.layers.keras_api import keras
 
 CONFIG = DecoderConfig(
     vocabulary_size=41,

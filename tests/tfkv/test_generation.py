@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -9,6 +8,7 @@ from tfkv.causal_lm import CausalLM
 from tfkv.config import DecoderConfig
 from tfkv.errors import ConfigError
 from tfkv.generation import Generator, generate, generate_without_cache, greedy_params
+from tfkv.layers.keras_api import keras
 
 CONFIG = DecoderConfig(37, 2, 24, 4, 2, 6, 40, rope_max_wavelength=100.0, context_length=64)
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [11], [12, 13, 14, 15]]
