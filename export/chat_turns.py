@@ -71,12 +71,13 @@ def turns_of(
     Raises:
         ModelSourceError: The template cannot be taken apart; the message says why.
     """
-    chat, cut = ChatTemplate(template, special_tokens), _Cutter(tokenizer_json)
+    cut = _Cutter(tokenizer_json)
 
     def render(*messages: tuple[str, str]) -> str:
         return chat.render([{"role": role, "content": text} for role, text in messages])
 
     try:
+        chat = ChatTemplate(template, special_tokens)
         opening = render(("user", _USER))
         longer = render(("user", _USER), ("assistant", _ANSWER), ("user", _NEXT))
         spaced = render(("user", f" {_USER} "))

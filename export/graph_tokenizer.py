@@ -83,7 +83,8 @@ class GraphTokenizer:
         tokens = [b""] * (max({**vocabulary, **added}.values()) + 1)
         letters = {letter: byte for byte, letter in enumerate(_byte_letters())}
         for word, index in vocabulary.items():
-            if word not in added:
+            # What is not spelt in bytes is no text, special or not.
+            if word not in added and letters.keys() >= set(word):
                 tokens[index] = bytes(letters[letter] for letter in word)
         ids = [vocabulary.get(letter, -1) for letter in _byte_letters()]
         pairs = [pair.split(" ", 1) if isinstance(pair, str) else pair for pair in model["merges"]]

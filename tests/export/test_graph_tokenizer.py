@@ -100,6 +100,15 @@ def test_bytes_without_a_token_are_dropped_as_by_the_library():
     assert graph.encode(texts).to_list() == [tokenizer.encode(text).ids for text in texts]
 
 
+def test_a_token_that_is_not_spelt_in_bytes_is_no_text():
+    data = json.loads(trained(True).to_str())
+    strange = len(data["model"]["vocab"])
+    data["model"]["vocab"]["日本"] = strange
+    graph = GraphTokenizer.from_json(json.dumps(data))
+    ids = tf.constant([[strange, *graph.encode(["ok"]).to_list()[0]]])
+    assert graph.decode(ids).numpy().tolist() == [b"ok"]
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [

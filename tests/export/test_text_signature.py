@@ -210,6 +210,7 @@ def test_a_template_that_knows_no_system_message_is_taken_without():
         (TEMPLATE + "{{ messages | length }}", "changes earlier messages"),
         (TEMPLATE.replace("['content']", "['content'] * 2"), "a message other than once"),
         ("{{ raise_exception('never') }}", "never"),
+        ("{% if %}", "not valid Jinja2"),
     ],
 )
 def test_a_template_that_cannot_be_taken_apart_is_refused(template: str, why: str):
