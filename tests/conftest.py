@@ -10,8 +10,6 @@ import sys
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
-sys.path.append(str(pathlib.Path(__file__).parent))
-
 import hypothesis
 import pytest
 
