@@ -74,7 +74,8 @@ def test_options_round_trip():
     twin = keras.saving.deserialize_keras_object(keras.saving.serialize_keras_object(block))
     assert twin.get_config() == block.get_config()
     assert twin.options == options
-    twin.build((None, None, 24))
+    if not twin.built:  # Keras 2 leaves that to the first call
+        twin.build((None, None, 24))
     assert list(by_path(twin)) == list(by_path(block))
 
 
