@@ -18,7 +18,7 @@ from tfkv.errors import ExportError
 from tfkv.export.engine import Engine
 from tfkv.export.importers import ModelSource, load
 from tfkv.export.signatures import build_signatures
-from tfkv.export.text_signature import text_face
+from tfkv.export.text_signature import TextFace
 from tfkv.export.verification import verify
 from tfkv.export.warmup import write_warmup
 from tfkv.layers.cache_spec import CacheSpec
@@ -145,7 +145,7 @@ def _write(
     engine = Engine(model.config, model.weights, config, fingerprint, tables)
     stops = model.stop_tokens[:MAX_STOP_TOKENS]
     table = signature_table(config, stops, engine.pools.page_bytes)
-    face = text_face(model)
+    face = TextFace(model) if config.text else None
     if face is not None:
         table["generate_text"] = text_signature()
     report("export", 1, steps)

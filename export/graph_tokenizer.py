@@ -56,11 +56,15 @@ class GraphTokenizer:
         keys = merges[:, 0].astype(np.int64) * self._size + merges[:, 1]
         order = np.argsort(keys)
         # What stands behind the last pair is no pair: a search always finds something.
-        self._keys = np.append(keys[order], np.int64(self._size) ** 2)
-        self._ranks = np.append(order, 0).astype(np.int32)
-        self._merged = np.append(merged, 0).astype(np.int32)
-        self._bytes_to_ids = bytes_to_ids.astype(np.int32)
-        self._tokens = tokens
+        self._keys = tf.constant(np.append(keys[order], np.int64(self._size) ** 2))
+        self._ranks = tf.constant(np.append(order, 0), tf.int32)
+        self._merged = tf.constant(np.append(merged, 0), tf.int32)
+        self._bytes_to_ids = tf.constant(bytes_to_ids, tf.int32)
+        # One string: as many small ones would take a hundred megabytes in the copies of a graph.
+        lengths = np.array([*map(len, tokens), 0])
+        self._spelt = tf.constant(b"".join(tokens))
+        self._lengths = tf.constant(lengths, tf.int32)
+        self._starts = tf.constant(np.cumsum(lengths) - lengths, tf.int32)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -104,9 +108,9 @@ class GraphTokenizer:
     def decode(self, ids: tf.Tensor) -> tf.Tensor:
         """Strings ``[B]`` of ids int32 ``[B, W]``, valid UTF-8; ids of special tokens, and −1,
         are no text."""
-        tokens = tf.constant([*self._tokens, b""])
-        known = (ids >= 0) & (ids < self._size)
-        parts = tf.gather(tokens, tf.where(known, ids, self._size))
+        known = tf.where((ids >= 0) & (ids < self._size), ids, self._size)
+        starts, lengths = (tf.gather(x, known) for x in (self._starts, self._lengths))
+        parts = tf.strings.substr(self._spelt, starts, lengths)
         return _valid(tf.strings.reduce_join(parts, axis=-1))
 
     def _words(self, text: tf.Tensor) -> tf.RaggedTensor:
@@ -131,7 +135,7 @@ class GraphTokenizer:
         """``words [M, None]`` after all merges: the pair of the lowest rank, the first of its
         kind in a word, until no word has one."""
         none = tf.int32.max
-        keys, ranks = tf.constant(self._keys), tf.constant(self._ranks)
+        keys, ranks = self._keys, self._ranks
 
         def ranked(ids: tf.Tensor) -> tf.Tensor:
             """Rank of each id with the next one, ``[M, L − 1]``."""

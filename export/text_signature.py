@@ -33,7 +33,7 @@ class TextFace:
 
     def __init__(self, model: ModelSource) -> None:
         if model.tokenizer_json is None:
-            raise ModelSourceError("The model has no tokenizer.")
+            raise ModelSourceError("The model has no tokenizer, so it cannot take text.")
         self.tokenizer = GraphTokenizer.from_json(model.tokenizer_json)
         self.stops = [*model.stop_tokens, *[-1] * MAX_STOP_TOKENS][:MAX_STOP_TOKENS]
         self.chat: ChatTurns | None = None
@@ -95,14 +95,6 @@ class TextFace:
             status = tf.where(fresh, int(Status.INVALID), status)
             detail = tf.where(fresh, INPUT_NUMBERS[name], detail)
         return status, detail
-
-
-def text_face(model: ModelSource) -> TextFace | None:
-    """The text face of a model; None where it cannot have one, for whatever reason."""
-    try:
-        return TextFace(model)
-    except ModelSourceError:
-        return None
 
 
 class _Rows(NamedTuple):

@@ -199,6 +199,9 @@ def export(
         int, typer.Option(help="Most sessions a tenant may hold, 0 = any number.")
     ] = _DEFAULT.tenant_sessions,
     xla: Annotated[bool, typer.Option(help="Compile with XLA.")] = _DEFAULT.xla,
+    text: Annotated[
+        bool, typer.Option("--text", help="Also `generate_text`, for callers without a tokenizer.")
+    ] = _DEFAULT.text,
     calibration: CalibrationFile = None,
 ) -> None:
     """Writes an artifact that TensorFlow Serving loads, and verifies it."""
@@ -221,6 +224,7 @@ def export(
         tenant_sessions=tenant_sessions,
         layer_caches=tuple(layer_cache or ()),
         xla=xla,
+        text=text,
     )
     terminal.load_tensorflow()
     from tfkv.export import export as write_artifact

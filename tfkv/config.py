@@ -230,6 +230,7 @@ class EngineConfig:
         layer_caches: Layers that have another codec than `cache`, as exceptions of
             `tfkv.layers.layer_caches`: ``("0-1=int8",)``.
         xla: Whether prefill and decode are compiled with XLA.
+        text: Whether the artifact has ``generate_text`` as well, text in and out; some 100 MB.
 
     Raises:
         ConfigError: A value is out of range or two do not fit together.
@@ -253,6 +254,7 @@ class EngineConfig:
     head_budgets: tuple[tuple[int, ...], ...] = ()
     layer_caches: tuple[str, ...] = ()
     xla: bool = True
+    text: bool = False
 
     def __post_init__(self) -> None:
         require(

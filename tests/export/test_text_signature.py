@@ -15,7 +15,7 @@ from tfkv.chat_template import ChatTemplate
 from tfkv.errors import INPUT_NUMBERS, Finish, ModelSourceError, Status
 from tfkv.export import LoadedArtifact, export
 from tfkv.export.chat_turns import turns_of
-from tfkv.export.text_signature import text_face
+from tfkv.export.text_signature import TextFace
 
 TEMPLATE = (
     "{% for message in messages %}"
@@ -24,7 +24,9 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 START, END = 1, tiny_model.STOP
-ENGINE = dataclasses.replace(PLAIN, capacity=256, prefill_tokens=64, slots=4, batch_sizes=(1, 2))
+ENGINE = dataclasses.replace(
+    PLAIN, capacity=256, prefill_tokens=64, slots=4, batch_sizes=(1, 2), text=True
+)
 
 
 def letters() -> Tokenizer:
@@ -182,11 +184,18 @@ def test_a_seed_gives_the_same_text_again(say):
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_an_artifact_without_such_a_tokenizer_has_no_such_signature(plain):
+def test_an_artifact_has_the_signature_where_it_is_asked_for(plain):
     assert "generate_text" not in plain.artifact.manifest.signatures
+
+
+def test_a_model_that_cannot_have_it_is_refused_with_the_reason():
     words = Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).to_str()
-    assert text_face(source(tokenizer_json=words)) is None
-    assert text_face(source(chat_template="{{ messages }}")) is None
+    with pytest.raises(ModelSourceError, match=r"`model\.type` = 'WordLevel'"):
+        TextFace(source(tokenizer_json=words))
+    with pytest.raises(ModelSourceError, match="changes earlier messages"):
+        TextFace(source(chat_template="{{ messages | length }}"))
+    with pytest.raises(ModelSourceError, match="has no tokenizer"):
+        TextFace(source(tokenizer_json=None))
 
 
 def test_turns_join_to_what_the_template_renders():

@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 from path_support import ServerProcess, one
 
+from tfkv.config import EngineConfig
 from tfkv.errors import Status
+from tfkv.export import export
+from tfkv.export.importers import ModelSource
 from tfkv.manifest import STATS
 from tfkv.serving import Client
 
@@ -129,6 +134,18 @@ def test_stats_tell_what_a_session_holds(client: Client):
     assert client.stats()["sessions_closed"] == before["sessions_closed"] + 1
 
 
+@pytest.fixture(scope="module")
+def speaking(
+    source: ModelSource, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
+    """A server of an artifact that takes text."""
+    directory = tmp_path_factory.mktemp("speaking") / "smollm2"
+    export(source, directory, EngineConfig(text=True, batch_sizes=(1,), slots=2))
+    process = ServerProcess(directory).start()
+    yield process
+    assert process.stop() == 0
+
+
 def ask(server: ServerProcess, session: str, text: str, **others: Any) -> dict[str, Any]:
     """The answer to a text, as curl would get it."""
     row = {"session_id": session, "tenant": "", "adapter": "", "text": text, "system": ""}
@@ -138,21 +155,22 @@ def ask(server: ServerProcess, session: str, text: str, **others: Any) -> dict[s
     return answer["predictions"][0]
 
 
-def test_text_is_answered_with_the_text_that_the_client_gets(client: Client, server: ServerProcess):
+def test_text_is_answered_with_the_text_that_the_client_gets(
+    client: Client, speaking: ServerProcess
+):
     question = "What is the capital of France?"
-    alone = ask(server, "", question)
+    alone = ask(speaking, "", question)
     assert (alone["text"], alone["status"]) == ("The capital of France is Paris.", Status.OK)
     turns = [("Who wrote Faust?", 24), ("Say that in German: café, 12 Äpfel!", 9), ("Why?", 40)]
     with client.session() as session:
         for text, count in turns:
             expected = session.chat(text, count, stream=False).result
-            got = ask(server, "by curl", text, max_new_tokens=count)
+            got = ask(speaking, "by curl", text, max_new_tokens=count)
             assert (got["text"], got["count"]) == (expected.text, len(expected.tokens))
-    one(client, "close", session_id="by curl")
 
 
-def test_a_long_text_is_read_in_several_calls(client: Client, server: ServerProcess):
+def test_a_long_text_is_read_in_several_calls(speaking: ServerProcess):
     text = "The launch code is 4711. " + "Nothing else matters in this line. " * 160
-    got = ask(server, "", f"{text}\nWhat is the launch code?")
+    got = ask(speaking, "", f"{text}\nWhat is the launch code?")
     assert got["status"] == Status.OK
     assert "4711" in got["text"]
