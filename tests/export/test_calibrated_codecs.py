@@ -61,6 +61,7 @@ def test_pages_read_as_the_layers_of_a_keras_model_do(cache: str):
     assert np.median(apart) < 1e-4 and np.quantile(apart, 0.99) < CACHES[cache]
 
 
+@pytest.mark.slow
 def test_an_artifact_answers_as_its_model_and_knows_its_tables(tmp_path):
     """`export` itself compares it with the Keras model of the same calibration."""
     calibration = tiny_model.calibration()

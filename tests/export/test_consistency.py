@@ -24,6 +24,7 @@ def check(reference, candidate, model=None, prompts=PROMPTS, count=24, **options
     )
 
 
+@pytest.mark.slow
 def test_an_artifact_agrees_with_itself_and_with_its_cache(exported):
     for candidate in (exported["plain"], "float32"):
         found = check(exported["plain"], candidate, tiny_model.source(), PROMPTS[:2])
@@ -54,6 +55,7 @@ def test_answers_and_distributions_are_those_of_the_model():
     assert found.kl > 1e-5
 
 
+@pytest.mark.slow
 def test_a_codec_that_needs_a_calibration_gets_it():
     # Every direction, in float16: 2**-11 of a number, squared in the KL of a few logits.
     cache, source = "low_rank(rank=8,bits=16,recent=64,sinks=2)", tiny_model.source(stop_tokens=())
