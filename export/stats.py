@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import tensorflow as tf
 
 from tfkv.errors import Status
@@ -57,7 +59,7 @@ class Stats:
         self.counters = TransientVariable("counters", (len(STATS),), tf.int64)
         self.published = TransientVariable("published_stats", (len(STATS),), tf.int64)
         self.loaded_ms = TransientVariable("loaded_ms", (), tf.int64, initial=_now_ms)
-        self.epoch = TransientVariable("epoch", (), tf.int64, initial=_draw_epoch)
+        self.epoch = TransientVariable("epoch", (), tf.int64, initial=draw_numbers)
 
     def tally(
         self, work: Work, answer: Answer, admission: Admission, probes: tf.Tensor, score: tf.Tensor
@@ -165,8 +167,9 @@ def _now_ms() -> tf.Tensor:
     return tf.cast(tf.timestamp() * 1000.0, tf.int64)
 
 
-def _draw_epoch() -> tf.Tensor:
-    """A number no other load has: random bits, and the clock in case a seed fixes those."""
+def draw_numbers(shape: tf.Tensor | Sequence[int] = ()) -> tf.Tensor:
+    """Numbers that nobody else has drawn, int64: random bits, and the clock in case a seed fixes
+    those."""
     clock = tf.cast(tf.timestamp() * 1e6, tf.int64)
-    drawn = tf.random.uniform([], maxval=2**62, dtype=tf.int64)
+    drawn = tf.random.uniform(shape, maxval=2**62, dtype=tf.int64)
     return tf.bitwise.bitwise_xor(clock, drawn)

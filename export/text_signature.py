@@ -13,7 +13,8 @@ from tfkv.export.engine import Engine
 from tfkv.export.graph_tokenizer import GraphTokenizer
 from tfkv.export.importers import ModelSource
 from tfkv.export.session_table import Names
-from tfkv.manifest import MAX_STOP_TOKENS, OVERFLOW_POLICIES
+from tfkv.export.stats import draw_numbers
+from tfkv.manifest import OVERFLOW_POLICIES, padded_stops
 
 Tensors = dict[str, tf.Tensor]
 
@@ -35,7 +36,7 @@ class TextFace:
         if model.tokenizer_json is None:
             raise ModelSourceError("The model has no tokenizer, so it cannot take text.")
         self.tokenizer = GraphTokenizer.from_json(model.tokenizer_json)
-        self.stops = [*model.stop_tokens, *[-1] * MAX_STOP_TOKENS][:MAX_STOP_TOKENS]
+        self.stops = padded_stops(model.stop_tokens)
         self.chat: ChatTurns | None = None
         # Without a template, text is read as it is.
         plain = Turn((), None, (), ("", ""), ())
@@ -286,9 +287,7 @@ def _clean_up(
 
 def _names_of_nobody(rows: tf.Tensor) -> tf.Tensor:
     """Names that no caller has thought of, string ``[B]``."""
-    drawn = tf.random.uniform(tf.shape(rows), maxval=2**62, dtype=tf.int64)
-    clock = tf.cast(tf.timestamp() * 1e6, tf.int64)
-    return tf.strings.join(["text", tf.strings.as_string(tf.bitwise.bitwise_xor(clock, drawn))])
+    return tf.strings.join(["text", tf.strings.as_string(draw_numbers(tf.shape(rows)))])
 
 
 def _beginning(tokenizer_json: str) -> tuple[int, ...]:

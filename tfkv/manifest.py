@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+from collections.abc import Sequence
 from typing import Any, Self
 
 from tfkv.config import DecoderConfig, EngineConfig
@@ -122,6 +123,11 @@ STATS = {
 }
 
 
+def padded_stops(stop_tokens: Sequence[int]) -> list[int]:
+    """As many stop tokens as the input of that name has, −1 = unused."""
+    return [*stop_tokens, *[-1] * MAX_STOP_TOKENS][:MAX_STOP_TOKENS]
+
+
 def text_signature() -> SignatureSpec:
     """The contract of ``generate_text``, which an artifact has if its tokenizer and its chat
     template can be put into a graph.
@@ -168,14 +174,16 @@ def signature_table(
         Signature name to its inputs and outputs.
     """
     chunk = engine.decode_chunk
-    stops = [*stop_tokens, *[-1] * MAX_STOP_TOKENS][:MAX_STOP_TOKENS]
     sampling = {
         "max_new_tokens": TensorSpec(
             "int32", default=chunk, meaning="tokens to sample, 0 = prefill only"
         ),
         **_SAMPLING,
         "stop_tokens": TensorSpec(
-            "int32", (MAX_STOP_TOKENS,), default=stops, meaning="ids that end a turn, -1 = unused"
+            "int32",
+            (MAX_STOP_TOKENS,),
+            default=padded_stops(stop_tokens),
+            meaning="ids that end a turn, -1 = unused",
         ),
     }
     size = engine.page_size
