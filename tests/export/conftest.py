@@ -11,9 +11,9 @@ import pytest
 sys.path.append(str(pathlib.Path(__file__).parent))
 
 import tiny_model
-from tiny_artifacts import ENGINES, Caller
+from tiny_artifacts import ENGINES, Caller, write
 
-from tfkv.export import LoadedArtifact, export
+from tfkv.export import LoadedArtifact
 
 
 @pytest.fixture(scope="session")
@@ -23,7 +23,7 @@ def exported(tmp_path_factory) -> dict[str, pathlib.Path]:
     class Exports(dict):
         def __missing__(self, name: str) -> pathlib.Path:
             root = tmp_path_factory.mktemp(name)
-            self[name] = export(tiny_model.source(), root, ENGINES[name])
+            self[name] = write(tiny_model.source(), root, ENGINES[name])
             return self[name]
 
     return Exports()

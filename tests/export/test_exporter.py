@@ -136,6 +136,12 @@ def test_smallest_engine_exports_and_verifies(tmp_path, small_engine):
         assert list(answer["tokens"][0]) == greedy(text(2), 11, sees)[8:]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENGINES)
+def test_what_the_tests_export_answers_as_its_keras_model(name, exported):
+    exporter.verify(tiny_model.source(), exported[name], lambda *_: None)
+
+
 @pytest.mark.parametrize("damage", ["other weights", "wrong status"])
 def test_failed_verification_leaves_nothing(tmp_path, monkeypatch, small_engine, damage):
     source = tiny_model.source()

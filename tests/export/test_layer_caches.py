@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tiny_model
 from test_snapshot import dump, load
-from tiny_artifacts import PLAIN, Caller, feed
+from tiny_artifacts import PLAIN, Caller, feed, write
 
 from tfkv.causal_lm import CausalLM
 from tfkv.config import EngineConfig
@@ -47,7 +47,7 @@ def artifacts(tmp_path_factory) -> Iterator[dict[str, LoadedArtifact]]:
 
     class Loads(dict):
         def __missing__(self, name: str) -> LoadedArtifact:
-            written = export(SOURCE, tmp_path_factory.mktemp(name), ENGINES[name])
+            written = write(SOURCE, tmp_path_factory.mktemp(name), ENGINES[name])
             self[name] = LoadedArtifact(written)
             return self[name]
 

@@ -8,12 +8,12 @@ import string
 
 import pytest
 import tiny_model
-from tiny_artifacts import PLAIN
+from tiny_artifacts import PLAIN, write
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tfkv.chat_template import ChatTemplate
 from tfkv.errors import INPUT_NUMBERS, Finish, ModelSourceError, Status
-from tfkv.export import LoadedArtifact, export
+from tfkv.export import LoadedArtifact
 from tfkv.export.chat_turns import turns_of
 from tfkv.export.text_signature import TextFace
 
@@ -62,7 +62,7 @@ def source(**overrides: object):
 
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory):
-    with LoadedArtifact(export(source(), tmp_path_factory.mktemp("text"), ENGINE)) as loaded:
+    with LoadedArtifact(write(source(), tmp_path_factory.mktemp("text"), ENGINE)) as loaded:
         yield loaded
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from family_cases import CASES, build
-from tiny_artifacts import PLAIN, Caller
+from tiny_artifacts import PLAIN, Caller, write
 
 from tfkv.architecture import Attention, FeedForward, Norms, Positions
 from tfkv.causal_lm import CausalLM
@@ -142,7 +142,7 @@ def test_an_artifact_says_what_keras_nlp_says(case, tmp_path, record_property):
     backbone, source = _read(case)
     tokens, _ = _text(source.config)
     prompts = [tokens[0, :17].tolist(), tokens[1, :5].tolist()]
-    with LoadedArtifact(export(source, tmp_path, _ENGINE)) as artifact:
+    with LoadedArtifact(write(source, tmp_path, _ENGINE)) as artifact:
         assert artifact.manifest.model == source.config
         caller = Caller(artifact)
         made = _generated(caller, prompts, 32)
