@@ -1,4 +1,4 @@
-"""How long a decode step takes with a cache, beside one with the full float32 cache."""
+"""How long a decode step takes with a cache, beside one in float32 that keeps everything."""
 
 from __future__ import annotations
 
@@ -43,7 +43,11 @@ def tokens_held(most: int) -> int:
 
 
 def step_ratio(
-    cache: str, held: int, rows: int = 1, calibration: Calibration | None = None
+    cache: str,
+    held: int,
+    rows: int = 1,
+    calibration: Calibration | None = None,
+    weights: str = "float32",
 ) -> StepRatio:
     """Measures a cache; see `StepRatio`.
 
@@ -52,9 +56,10 @@ def step_ratio(
         held: Tokens of each session before the first step.
         rows: Sessions in a step.
         calibration: For a cache that needs one.
+        weights: As of `EngineConfig.weights`; the other's are float32.
     """
-    ours = _Sessions(cache, held, rows, calibration)
-    full = _Sessions(FULL, held, rows, None)
+    ours = _Sessions(cache, held, rows, calibration, weights)
+    full = _Sessions(FULL, held, rows, None, "float32")
     ratios, theirs = [], []
     for turn in range(_TURNS):
         mine, other = ours.step_ms(), full.step_ms()
@@ -72,12 +77,17 @@ class _Sessions:
         held: Tokens of each.
         rows: Sessions.
         calibration: For a cache that needs one.
+        weights: As of `EngineConfig.weights`.
     """
 
-    def __init__(self, cache: str, held: int, rows: int, calibration: Calibration | None) -> None:
+    def __init__(
+        self, cache: str, held: int, rows: int, calibration: Calibration | None, weights: str
+    ) -> None:
         capacity = held + (_TURNS + 1) * _CHUNK
         sizes = (1, rows) if rows > 1 else (1,)
-        engine = EngineConfig(cache=cache, slots=rows, capacity=capacity, batch_sizes=sizes)
+        engine = EngineConfig(
+            cache=cache, slots=rows, capacity=capacity, batch_sizes=sizes, weights=weights
+        )
         engine = with_budgets(texts.model(), engine, calibration)
         self._calls = EngineCalls(texts.model(), engine, calibration)
         self._names = [f"row {row}" for row in range(rows)]

@@ -107,6 +107,7 @@ def evaluate_caches(
     baselines: bool = True,
     calibration: Calibration | str | pathlib.Path | None = None,
     layer_caches: Sequence[str] = (),
+    weights: str = "float32",
     progress: Progress = lambda *_: None,
 ) -> list[Score]:
     """Compares caches with the full float32 one, and writes a report.
@@ -129,6 +130,7 @@ def evaluate_caches(
         calibration: As of `tfkv.export.export`.
         layer_caches: Layers that have another codec in each of `caches`, as of
             `EngineConfig.layer_caches`. A score's cache then names them, too.
+        weights: As of `EngineConfig.weights`, of all but the reference.
         progress: Called with a stage, ``"caches"``, ``"continuations"`` or ``"tasks"``, scores
             done and scores in all.
 
@@ -142,11 +144,12 @@ def evaluate_caches(
     plan = plan or EvalPlan()
     for cache in caches:
         CacheSpec.parse(cache)  # refused before a model is read
+    EngineConfig(weights=weights)
     model = load(source)
     forms = [normal_form(cache, model.config.num_layers, layer_caches) for cache in caches]
     mixed = {described(*form): form for form in forms}
     whole = sample_text.language_reference() if text is None else text
-    bench = CacheBench(model, whole, plan, calibration, mixed)
+    bench = CacheBench(model, whole, plan, calibration, mixed, weights)
     setting = {
         "model": model.description,
         "text": "Python's language reference" if text is None else "given",
@@ -156,6 +159,8 @@ def evaluate_caches(
         "contexts": plan.contexts,
         "depths": plan.depths,
     }
+    if weights != "float32":
+        setting["weights"] = weights
     report = Report(out, setting)
 
     def beside(length: int) -> list[str]:
@@ -175,6 +180,7 @@ class CacheBench:
         calibration: As of `tfkv.export.export`.
         mixed: Caches whose layers differ, by how they are called: the cache of most layers, and
             exceptions.
+        weights: As of `EngineConfig.weights`, of all but the reference.
 
     Raises:
         ConfigError: The text is too short, or lengths are beyond the model's context.
@@ -187,9 +193,11 @@ class CacheBench:
         plan: EvalPlan,
         calibration: Calibration | str | pathlib.Path | None = None,
         mixed: Mapping[str, tuple[CacheSpec, tuple[str, ...]]] | None = None,
+        weights: str = "float32",
     ) -> None:
         self._model = model
         self._mixed = mixed or {}
+        self._weights = weights
         self._plan = plan
         self._tables = checked(model, calibration)
         ids = model_text.encode(model, text)
@@ -272,11 +280,13 @@ class CacheBench:
 
     @functools.cached_property
     def _full(self) -> EngineReader:
-        return self._read_through(_FULL)
+        return open_reader(self._model, _FULL, self._plan.longest, self._tables)
 
     def _read_through(self, cache: str) -> EngineReader:
         spec, exceptions = self._mixed.get(cache, (cache, ()))
-        return open_reader(self._model, str(spec), self._plan.longest, self._tables, exceptions)
+        return open_reader(
+            self._model, str(spec), self._plan.longest, self._tables, exceptions, self._weights
+        )
 
 
 def against_full(
@@ -306,10 +316,16 @@ def open_reader(
     capacity: int,
     tables: Calibration | None,
     exceptions: tuple[str, ...] = (),
+    weights: str = "float32",
 ) -> EngineReader:
     """A reader through a cache with room for so many tokens, on pages of its own."""
     config = EngineConfig(
-        cache=cache, slots=1, capacity=capacity, batch_sizes=(1,), layer_caches=exceptions
+        cache=cache,
+        slots=1,
+        capacity=capacity,
+        batch_sizes=(1,),
+        layer_caches=exceptions,
+        weights=weights,
     )
     policy = CacheSpec.parse(cache).policy
     if policy.selects:

@@ -63,7 +63,7 @@ class Engine(tf.Module):
         codec = _with_tables(geometry.cache.codec, calibration)
         self._codec_tables = codec.tables  # as attributes they are saved
         self.geometry = geometry.with_codec(codec)
-        self.weights = PackedWeights(config, weights)
+        self.weights = PackedWeights(config, weights, engine.weights)
         pages = pool_pages(config, engine)
         self.pools = LayerPools(
             config, self.geometry.codecs, self.geometry.selects, pages, engine.page_size

@@ -190,6 +190,8 @@ def _fingerprint(
 ) -> str:
     """Equal for equal weights, architecture and cache, tables of its codec included."""
     beyond = f"{config.head_budgets or ''}{config.layer_caches or ''}"
+    if config.weights != "float32":
+        beyond += config.weights
     kept = f"{model.config.to_dict()}{config.cache}{beyond}"
     digest = hashlib.sha256(kept.encode())
     codec = CacheSpec.parse(config.cache).codec

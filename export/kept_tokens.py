@@ -12,6 +12,7 @@ from tfkv.config import DecoderConfig, EngineConfig
 from tfkv.errors import ConfigError
 from tfkv.export.geometry import CacheGeometry
 from tfkv.export.layer_options import scoring_of
+from tfkv.export.matrices import Matrix
 from tfkv.export.page_pool import Parts, rows_of_tokens, scatter_rows
 from tfkv.export.page_scan import PageList
 from tfkv.export.transient import TransientVariable
@@ -240,7 +241,7 @@ class KeptTokens:
         }
         return {**parts, "kept": kept}
 
-    def evict(self, parts: Parts, row: Evicted, output: tf.Tensor) -> Parts:
+    def evict(self, parts: Parts, row: Evicted, output: Matrix) -> Parts:
         """The cache in which a row's pages were judged, and the best moved to its slot.
 
         Args:
@@ -315,7 +316,7 @@ class KeptTokens:
         layer: tf.Tensor,
         row: Evicted,
         kept: dict[str, tf.Tensor],
-        output: tf.Tensor,
+        output: Matrix,
     ) -> tf.Tensor:
         """Entries of each head that survive, ascending, int32 ``[K, most · C]``; S where there
         are fewer."""
@@ -328,7 +329,7 @@ class KeptTokens:
             asked = tf.where(asked > row.start, 0, asked)
             queries = tf.gather(kept["queries"], row.slot * config.num_layers + layer)
             queries = tf.reshape(queries, [1, heads, group, self.window, config.head_dim])
-        projection = tf.transpose(tf.gather(output, layer))
+        projection = tf.transpose(output.at(layer).floats())
         seen = Seen(
             keys=codec.keys.decode({n: x[tf.newaxis] for n, x in coded["keys"].items()}),
             values=codec.values.decode({n: x[tf.newaxis] for n, x in coded["values"].items()}),

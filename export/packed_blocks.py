@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -10,6 +10,7 @@ from tfkv.architecture import Experts
 from tfkv.config import DecoderConfig
 from tfkv.export.layer_options import Angles
 from tfkv.export.layer_pools import Layer
+from tfkv.export.matrices import Matrix, StoredMatrix
 from tfkv.export.packed_weights import PackedWeights
 from tfkv.layers.feed_forward import activate, mix_experts, route
 from tfkv.layers.normalization import normalize, rms_normalize
@@ -29,15 +30,15 @@ _SPARSE = (
     "shared_down",
 )
 
-#: Packed weights of one block, or those beside the blocks, by name.
-Block = dict[str, tf.Tensor]
+#: Packed weights of one block, or those beside the blocks, by name: vectors, and matrices.
+Block = dict[str, Any]
 
 
 class Weights(NamedTuple):
     """`PackedWeights` read once for a computation."""
 
-    embedding: tf.Tensor
-    output: tf.Tensor
+    embedding: Matrix
+    output: Matrix
     outer: Block
     stacked: Block
 
@@ -45,10 +46,13 @@ class Weights(NamedTuple):
 def read_weights(packed: PackedWeights) -> Weights:
     """All weights as tensors, for use inside loops."""
     return Weights(
-        packed.embedding.read_value(),
-        packed.output.read_value(),
+        packed.embedding.read(),
+        packed.output.read(),
         {name: weight.read_value() for name, weight in packed.outer.items()},
-        {name: weight.read_value() for name, weight in packed.stacked.items()},
+        {
+            name: weight.read() if isinstance(weight, StoredMatrix) else weight.read_value()
+            for name, weight in packed.stacked.items()
+        },
     )
 
 
@@ -66,7 +70,7 @@ class PackedBlocks:
         """What the first block gets, ``[A, T, D]``, of ``tokens [A, T]`` at ``positions
         [A, T]``; −1 = not a token."""
         c, outer = self.config, weights.outer
-        x = tf.gather(weights.embedding, tokens)
+        x = weights.embedding.take(tokens)
         if c.embedding_scale != 1:
             x *= c.embedding_scale
         if c.positions.kind == "learned":
@@ -77,8 +81,13 @@ class PackedBlocks:
     def weights_of(weights: Weights, layer: Layer) -> Block:
         """Weights of one block."""
         others = _DENSE if layer.sparse else _SPARSE
+
+        def of_layer(name: str, value: tf.Tensor | Matrix) -> tf.Tensor | Matrix:
+            index = layer.feed if name in (*_DENSE, *_SPARSE) else layer.number
+            return value.at(index) if isinstance(value, Matrix) else value[index]
+
         return {
-            name: value[layer.feed if name in (*_DENSE, *_SPARSE) else layer.number]
+            name: of_layer(name, value)
             for name, value in weights.stacked.items()
             if name not in others
         }
@@ -129,10 +138,10 @@ class PackedBlocks:
         activation = self.config.feed_forward.activation
         rows = tf.reshape(normal, [-1, self.config.hidden_dim])
         weights = route(linear(rows, w["router"]), experts.top_k, experts.normalize)
-        every = tf.matmul(rows[tf.newaxis], w["expert_gate_up"], transpose_b=True)
+        every = w["expert_gate_up"].times(rows[tf.newaxis])
         gate, up = tf.split(every, 2, axis=-1)
         inner = activate(gate, up, activation)
-        mixed = mix_experts(tf.matmul(inner, w["expert_down"], transpose_b=True), weights)
+        mixed = mix_experts(w["expert_down"].times(inner), weights)
         if experts.shared_dim:
             gate, up = tf.split(linear(rows, w["shared_gate_up"]), 2, axis=-1)
             shared = linear(activate(gate, up, activation), w["shared_down"])
@@ -152,13 +161,13 @@ class PackedBlocks:
         return normalize(x, weights[name], bias, self.config.rms_epsilon)
 
 
-def linear(x: tf.Tensor, weight: tf.Tensor, bias: tf.Tensor | None = None) -> tf.Tensor:
+def linear(x: tf.Tensor, weight: Matrix, bias: tf.Tensor | None = None) -> tf.Tensor:
     """``x [..., in]`` times ``weight [out, in]``, plus a bias where there is one.
 
     One matrix product: left to itself, a product with a batch axis would repeat the weights
     for each row.
     """
     *lead, width = shape_of(x)
-    flat = tf.matmul(tf.reshape(x, [-1, width]), weight, transpose_b=True)
+    flat = weight.times(tf.reshape(x, [-1, width]))
     flat = flat if bias is None else flat + bias
-    return tf.reshape(flat, [*lead, weight.shape[0]])
+    return tf.reshape(flat, [*lead, weight.numbers.shape[0]])

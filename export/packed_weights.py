@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
 
 from tfkv.config import DecoderConfig
+from tfkv.export.matrices import StoredMatrix, stored_as
 
-#: Weights are served in float32.
-BYTES_PER_WEIGHT = 4
-
+#: Packed matrices. Those that choose experts are float32 in any case.
+_PACKED = (
+    "qkv",
+    "attention_output",
+    "gate_up",
+    "down",
+    "expert_gate_up",
+    "expert_down",
+    "shared_gate_up",
+    "shared_down",
+)
+_ROUTERS = ("router", "shared_router")
 _HEADS = ("query", "key", "value")
+#: Canonical matrices that are stored as what an engine asks for.
+_MATRICES = (
+    "token_embedding",
+    "output",
+    *_HEADS,
+    "attention_output",
+    *("gate", "up", "down"),
+    *("expert_gate", "expert_up", "expert_down"),
+    *("shared_gate", "shared_up", "shared_down"),
+)
 #: Vectors of a block that are stacked as they are, where it has them.
 _VECTORS = (
     "attention_output_bias",
@@ -40,6 +61,7 @@ class PackedWeights(tf.Module):
     Args:
         config: Architecture.
         weights: Canonical weights, see `tfkv.export.importers`.
+        dtype: What matrices are stored as: one of `tfkv.config.WEIGHT_TYPES`.
 
     Attributes:
         embedding: ``[V, D]``.
@@ -48,10 +70,13 @@ class PackedWeights(tf.Module):
         stacked: Those of the blocks by packed name, layers first.
     """
 
-    def __init__(self, config: DecoderConfig, weights: Mapping[str, np.ndarray]) -> None:
+    def __init__(
+        self, config: DecoderConfig, weights: Mapping[str, np.ndarray], dtype: str = "float32"
+    ) -> None:
         super().__init__(name="weights")
-        self.embedding = _constant(weights["token_embedding"])
-        self.output = self.embedding if config.tie_embeddings else _constant(weights["output"])
+        self.embedding = self.output = StoredMatrix(weights["token_embedding"], dtype)
+        if not config.tie_embeddings:
+            self.output = StoredMatrix(weights["output"], dtype)
         apart = ("token_embedding", "output")
         self.outer = {
             name: _constant(value)
@@ -63,13 +88,49 @@ class PackedWeights(tf.Module):
         dense = [block for block in blocks if "router" not in block]
         kinds = ((blocks, _attention), (dense, _feed_forward), (sparse, _experts))
         self.stacked = {
-            name: variable
+            name: stored
             for own, pack in kinds
-            for name, variable in _stacked([pack(block) for block in own]).items()
+            for name, stored in _stacked([pack(block) for block in own], dtype).items()
         }
 
 
 Block = Mapping[str, np.ndarray]
+
+
+def matrix_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Axes ``[..., out, in]`` of a canonical weight that is stored as what an engine asks for;
+    None for any other.
+
+    Example:
+        >>> matrix_shape("layers/0/query", (576, 9, 64))
+        (576, 576)
+    """
+    leaf = name.rsplit("/", 1)[-1]
+    if leaf not in _MATRICES:
+        return None
+    if leaf in ("token_embedding", "output"):
+        return shape
+    if leaf in _HEADS:
+        return math.prod(shape[1:]), shape[0]
+    if leaf == "attention_output":
+        return shape[-1], math.prod(shape[:-1])
+    return *shape[:-2], shape[-1], shape[-2]
+
+
+def as_served(weights: Mapping[str, np.ndarray], dtype: str) -> dict[str, np.ndarray]:
+    """Canonical weights with the roundings of what an engine stores."""
+
+    def rounded(name: str, value: np.ndarray) -> np.ndarray:
+        shape = matrix_shape(name, value.shape)
+        if shape is None:
+            return value
+        if name in ("token_embedding", "output"):
+            return stored_as(value, dtype)
+        by_input = value.reshape(*shape[:-2], shape[-1], shape[-2])
+        coded = stored_as(np.swapaxes(by_input, -1, -2), dtype)
+        return np.swapaxes(coded, -1, -2).reshape(value.shape)
+
+    return {name: rounded(name, value) for name, value in weights.items()}
 
 
 def _block(weights: Mapping[str, np.ndarray], layer: int) -> Block:
@@ -121,9 +182,14 @@ def _experts(block: Block) -> Block:
     return packed
 
 
-def _stacked(blocks: Sequence[Block]) -> dict[str, tf.Variable]:
-    names = blocks[0] if blocks else ()
-    return {name: _constant(np.stack([block[name] for block in blocks])) for name in names}
+def _stacked(blocks: Sequence[Block], dtype: str) -> dict[str, tf.Variable | StoredMatrix]:
+    def stored(name: str) -> tf.Variable | StoredMatrix:
+        value = np.stack([block[name] for block in blocks])
+        if name in _PACKED:
+            return StoredMatrix(value, dtype)
+        return StoredMatrix(value, "float32") if name in _ROUTERS else _constant(value)
+
+    return {name: stored(name) for name in (blocks[0] if blocks else ())}
 
 
 def _constant(value: np.ndarray) -> tf.Variable:

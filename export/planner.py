@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from tfkv.config import DecoderConfig, EngineConfig, described
+from tfkv.config import WEIGHT_TYPES, DecoderConfig, EngineConfig, described
 from tfkv.errors import ConfigError
 from tfkv.export.engine import PREFILL_PIECE
 from tfkv.export.exact_tail import exact_bytes
@@ -14,7 +14,7 @@ from tfkv.export.geometry import ENDLESS, CacheGeometry
 from tfkv.export.history import BYTES_PER_TOKEN as HISTORY_BYTES_PER_TOKEN
 from tfkv.export.importers.source import expected_tensors
 from tfkv.export.kept_tokens import kept_bytes
-from tfkv.export.packed_weights import BYTES_PER_WEIGHT
+from tfkv.export.packed_weights import matrix_shape
 from tfkv.layers.cache_spec import CacheSpec
 from tfkv.layers.per_layer import normal_form
 from tfkv.layers.policies import EvictingPolicy
@@ -156,10 +156,20 @@ def plan_memory(
         session_pages=_pages_at_rest(geometry, context),
         history_bytes=(engine.history or model.context_length) * HISTORY_BYTES_PER_TOKEN,
         beside_bytes=exact_bytes(model, geometry.codecs) + kept_bytes(model, geometry, engine),
-        weight_bytes=BYTES_PER_WEIGHT
-        * sum(math.prod(shape) for _, shape in expected_tensors(model)),
+        weight_bytes=_weight_bytes(model, engine.weights),
         memory=memory,
     )
+
+
+def _weight_bytes(model: DecoderConfig, dtype: str) -> int:
+    """Bytes of all weights where matrices are stored as `dtype`; exact."""
+    total = 0
+    for name, shape in expected_tensors(model):
+        matrix = matrix_shape(name, shape)
+        total += math.prod(shape) * (4 if matrix is None else WEIGHT_TYPES[dtype])
+        if matrix is not None and dtype == "int8":
+            total += 4 * math.prod(matrix[:-1])
+    return total
 
 
 def _without_caps(cache: str) -> str:

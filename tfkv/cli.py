@@ -103,6 +103,9 @@ LayerCache = Annotated[
     list[str] | None,
     typer.Option(help="Layers with another codec, such as '0-1=int8'; give it for each."),
 ]
+Weights = Annotated[
+    str, typer.Option(help="What weight matrices are stored as: float32, bfloat16 or int8.")
+]
 TextFile = Annotated[
     pathlib.Path | None,
     typer.Option(
@@ -198,6 +201,7 @@ def export(
     tenant_sessions: Annotated[
         int, typer.Option(help="Most sessions a tenant may hold, 0 = any number.")
     ] = _DEFAULT.tenant_sessions,
+    weights: Weights = _DEFAULT.weights,
     xla: Annotated[bool, typer.Option(help="Compile with XLA.")] = _DEFAULT.xla,
     text: Annotated[
         bool, typer.Option("--text", help="Also `generate_text`, for callers without a tokenizer.")
@@ -223,6 +227,7 @@ def export(
         pool_bytes=_bytes("--pool-bytes", pool_bytes),
         tenant_sessions=tenant_sessions,
         layer_caches=tuple(layer_cache or ()),
+        weights=weights,
         xla=xla,
         text=text,
     )
@@ -525,6 +530,7 @@ def plan(
     history: Annotated[int, typer.Option(help="Tokens a session remembers, 0 = context.")] = (
         _DEFAULT.history
     ),
+    weights: Weights = _DEFAULT.weights,
     as_json: AsJson = False,
 ) -> None:
     """Tells how many sessions fit into a memory budget, and what a version swap takes."""
@@ -533,6 +539,7 @@ def plan(
         page_size=page_size,
         history=history,
         layer_caches=tuple(layer_cache or ()),
+        weights=weights,
     )
     terminal.load_tensorflow()
     from tfkv.export import plan_memory
@@ -602,6 +609,7 @@ def evaluate(
         bool,
         typer.Option(help="Also measure windows of as many bytes, and evictions at random."),
     ] = True,
+    weights: Weights = _DEFAULT.weights,
     calibration: CalibrationFile = None,
 ) -> None:
     """Measures what caches cost in quality: KL, top token, perplexity and tasks against bytes."""
@@ -622,6 +630,7 @@ def evaluate(
             baselines,
             calibration,
             tuple(layer_cache or ()),
+            weights,
             progress=steps,
         )
     for table in terminal.scores_tables(scores):
