@@ -89,6 +89,7 @@ class Engine(tf.Module):
             self.table,
             self.pools,
             self.tail,
+            self.kept,
             self.geometry,
             config.vocabulary_size,
         )
@@ -99,6 +100,11 @@ class Engine(tf.Module):
     def bytes_per_token(self) -> int:
         """Bytes of cache a token takes, scales included."""
         return sum(self.geometry.bytes_per_token(self.config).values())
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page of a session as it is copied; see `PageCopies`."""
+        return self._copies.page_bytes
 
     @property
     def beside_bytes(self) -> int:

@@ -144,7 +144,7 @@ def _write(
     fingerprint = _fingerprint(model, config, tables)
     engine = Engine(model.config, model.weights, config, fingerprint, tables)
     stops = model.stop_tokens[:MAX_STOP_TOKENS]
-    table = signature_table(config, stops, engine.pools.page_bytes)
+    table = signature_table(config, stops, engine.page_bytes)
     face = TextFace(model) if config.text else None
     if face is not None:
         table["generate_text"] = text_signature()

@@ -59,9 +59,11 @@ def evict(caller_of) -> Caller:
     return caller_of("evict")
 
 
-def test_a_session_answers_as_the_keras_model_does_while_it_evicts(evict):
+@pytest.mark.parametrize("engine", ["evict", "h2o"])
+def test_a_session_answers_as_the_keras_model_does_while_it_evicts(caller_of, engine: str):
     """Four evictions: before the first, with the first, and after."""
-    reference, name = Reference("evict"), evict.name()
+    evict, reference = caller_of(engine), Reference(engine)
+    name = evict.name()
     for end in (60, 104, 105, 170, 290, 380):
         start = reference.filled
         given = evict.generate(name, TEXT[start : end - 1], start, count=0)
@@ -74,7 +76,7 @@ def test_a_session_answers_as_the_keras_model_does_while_it_evicts(evict):
     assert evict.stats()["pages_used"] <= 11
 
 
-@pytest.mark.parametrize("engine", ["evict_whole", "evict_heads"])
+@pytest.mark.parametrize("engine", ["evict_whole", "evict_heads", "h2o_whole", "h2o_heads"])
 def test_a_prompt_is_judged_once_it_was_read(caller_of, engine: str):
     caller, reference = caller_of(engine), Reference(engine)
     name, idle = caller.name(), caller.stats()["pages_used"]
@@ -109,7 +111,9 @@ def test_batch_mates_evict_each_for_itself(caller_of):
     assert answer["tokens"].tolist() == [tokens.tolist() for tokens in alone.values()]
 
 
-def test_a_branch_goes_on_from_what_was_kept(evict):
+@pytest.mark.parametrize("engine", ["evict", "h2o"])
+def test_a_branch_goes_on_from_what_was_kept(caller_of, engine: str):
+    evict = caller_of(engine)
     name, branch = evict.name(), evict.name()
     for first in (0, 100):
         evict.generate(name, TEXT[first : first + 100], first, count=0)
@@ -150,7 +154,7 @@ def test_a_repeated_call_is_answered_alike_after_an_eviction(evict):
 
 
 def test_bytes_beside_the_pages_are_exact():
-    for name in ("evict", "evict_heads", "evict_whole"):
+    for name in ("evict", "evict_heads", "evict_whole", "h2o", "h2o_heads"):
         config = ENGINES[name]
         engine = Engine(tiny_model.CONFIG, tiny_model.make_weights(), config)
         assert engine.kept.nbytes == (config.slots + 1) * kept_bytes(
@@ -161,7 +165,6 @@ def test_bytes_beside_the_pages_are_exact():
 @pytest.mark.parametrize(
     ("cache", "budgets", "message"),
     [
-        ("h2o", (), "adds up the attention of every step"),
         ("ada_kv", (), "`tfkv calibrate`"),
         ("key_diff(interval=16)", (), "`interval` must be at least 64"),
         ("key_diff", ((1, 2, 3),), "`head_budgets` must be of"),

@@ -81,6 +81,26 @@ ENGINES["evict_heads"] = EngineConfig(
         "head_budgets": [[16, 64], [40, 40]],
     }
 )
+# What got most attention, in a session that reads on: sums, and heads with budgets of their own.
+ENGINES["h2o"] = EngineConfig(
+    **{
+        **PLAIN.to_dict(),
+        "cache": "h2o(budget=40,sinks=2,recent=8)",
+        "slots": 3,
+    }
+)
+ENGINES["h2o_whole"] = EngineConfig(
+    **{
+        **ENGINES["evict_whole"].to_dict(),
+        "cache": "h2o(budget=40,sinks=2,recent=8,whole_prompt=True)+int8",
+    }
+)
+ENGINES["h2o_heads"] = EngineConfig(
+    **{
+        **ENGINES["evict_heads"].to_dict(),
+        "cache": "h2o(budget=40,sinks=2,recent=8,whole_prompt=True,caps='some')",
+    }
+)
 # The first page, one that is selected, and the two newest, behind a layer that reads all.
 ENGINES["quest"] = EngineConfig(
     **{
