@@ -21,6 +21,7 @@ from tfkv.export.packed_weights import PackedWeights
 from tfkv.export.page_copies import PageCopies, Piece
 from tfkv.export.page_table import PageTable
 from tfkv.export.plan import Refusal
+from tfkv.export.replay import Replay
 from tfkv.export.rows import Admission, Answer, Request
 from tfkv.export.session_table import Names, SessionTable, check_request, first_of_session
 from tfkv.export.stats import Stats
@@ -81,7 +82,10 @@ class Engine(tf.Module):
         self.decoder = PackedDecoder(
             config, self.weights, self.pools, self.tail, self.kept, self.geometry, engine.scan_pages
         )
-        self._advance = Advance(self.decoder, self.history, self.table, engine, PREFILL_PIECE)
+        self.replay = Replay(self.decoder, engine.repeat, PREFILL_PIECE, self.history.size)
+        self._advance = Advance(
+            self.decoder, self.replay, self.history, self.table, engine, PREFILL_PIECE
+        )
         self._probe = AttentionProbe(self.decoder)
         self._copies = PageCopies(
             self.sessions,

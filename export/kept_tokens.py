@@ -93,12 +93,12 @@ class KeptTokens:
         self.variables: dict[str, dict[str, TransientVariable]] = {}
         policy = geometry.cache.policy
         self.evicts = isinstance(policy, EvictingPolicy)
-        self.window, self.accumulates = 0, False
+        self.window, self.accumulates, self.repeats = 0, False, False
         if not isinstance(policy, EvictingPolicy):
             return
         self.policy = policy
         self.window = policy.observed
-        self.accumulates = policy.accumulates
+        self.accumulates, self.repeats = policy.accumulates, policy.repeats
         self.budgets = budgets_of(config, policy, engine.head_budgets)
         self.size = size = geometry.page_size
         units = -(-self.budgets // size)
