@@ -10,7 +10,7 @@ from benchmarks import texts
 from tfkv.calibration import Calibration
 from tfkv.config import EngineConfig
 from tfkv.export.engine_calls import EngineCalls
-from tfkv.export.exporter import with_budgets
+from tfkv.export.exporter import fitted
 
 FULL = "dense+float32"
 _TURNS, _CHUNK = 16, 16
@@ -88,7 +88,7 @@ class _Sessions:
         engine = EngineConfig(
             cache=cache, slots=rows, capacity=capacity, batch_sizes=sizes, weights=weights
         )
-        engine = with_budgets(texts.model(), engine, calibration)
+        engine = fitted(texts.model(), engine, calibration)
         self._calls = EngineCalls(texts.model(), engine, calibration)
         self._names = [f"row {row}" for row in range(rows)]
         self._position = held

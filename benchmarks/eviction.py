@@ -142,7 +142,7 @@ def keep25(say: Say) -> Measured:
 @measures(_NEEDLES)
 def needles_kept(say: Say) -> Measured:
     """Facts found after half of the text was evicted, of those that the full cache finds; on the
-    pages of an engine, and for `kvzip` in a Keras model."""
+    pages of an engine."""
     from tfkv.tasks import TASKS, Hay
 
     first, solved, notes = _CALIBRATED, 0, []
@@ -163,8 +163,7 @@ def needles_kept(say: Say) -> Measured:
         }
         for name, cache in caches.items():
             say(f"texts of {length} tokens with {name}")
-            ask_all = _answers_compressed if cache.startswith("kvzip") else _answers
-            kept = sum(map(sum, ask_all(cache, length, contexts, right)))
+            kept = sum(map(sum, _answers(cache, length, contexts, right)))
             found[name] += kept
             notes.append(f"{name} at {length}: {kept} of {sum(map(sum, right))}")
     best, most = found.most_common(1)[0]
@@ -183,23 +182,3 @@ def _answers(
     reader = open_reader(texts.model(), cache, length + _ASKED, tables)
     both = zip(contexts, wanted, strict=True)
     return [ask(reader, context, asks, aware=False).agnostic for context, asks in both]
-
-
-def _answers_compressed(
-    cache: str, length: int, contexts: Sequence[Context], wanted: Sequence[list[bool]]
-) -> list[list[bool]]:
-    """As `_answers`, by a Keras model."""
-    from tfkv.tasks.asking import answered
-
-    model = Compressed(cache, length)
-
-    def of(context: Context, asks: list[bool]) -> list[bool]:
-        state, size = model.after(np.array(context.tokens)), len(context.tokens)
-
-        def read(tokens: Sequence[int], position: int) -> np.ndarray:
-            return model.read(np.array(tokens), position, state).argmax(axis=-1)
-
-        asked = zip(context.questions, asks, strict=True)
-        return [does and answered(question, size, read) for question, does in asked]
-
-    return [of(context, asks) for context, asks in zip(contexts, wanted, strict=True)]

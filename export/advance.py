@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -19,6 +18,7 @@ from tfkv.export.packed_blocks import Weights
 from tfkv.export.page_pool import Parts
 from tfkv.export.page_table import Found, PageTable
 from tfkv.export.plan import Plan, PrefillBudget, Remembered, make_plan
+from tfkv.export.replay import Replay, TokensAt
 from tfkv.export.rows import NO_LOGPROB, SAMPLED, STOPPED, Admission, Answer, Request
 from tfkv.layers.attention import Partial
 from tfkv.layers.shapes import keep_shape, shape_of
@@ -77,6 +77,7 @@ class Advance:
 
     Args:
         decoder: The model over its pool.
+        replay: Of texts that are judged by their repetition.
         history: What sessions said.
         table: Whose pages are whose.
         engine: Limits of the artifact.
@@ -86,12 +87,14 @@ class Advance:
     def __init__(
         self,
         decoder: PackedDecoder,
+        replay: Replay,
         history: History,
         table: PageTable,
         engine: EngineConfig,
         prefill_piece: int,
     ) -> None:
         self.decoder = decoder
+        self.replay = replay
         self.history = history
         self.table = table
         self.engine = engine
@@ -165,7 +168,7 @@ class Advance:
         plan: Plan,
         tails: Tails,
         table: tf.Tensor,
-        tokens_at: Callable[[tf.Tensor, tf.Tensor], tf.Tensor],
+        tokens_at: TokensAt,
     ) -> tuple[Parts, tf.Tensor, Tails]:
         """Fills keys, one piece of one row at a time; also logprobs where rows want them."""
         slot = tails.slot
@@ -227,7 +230,7 @@ class Advance:
         plan: Plan,
         tails: Tails,
         table: tf.Tensor,
-        tokens_at: Callable[[tf.Tensor, tf.Tensor], tf.Tensor],
+        tokens_at: TokensAt,
     ) -> tuple[Parts, Sampled, Tails]:
         """Feeds the last held token, then each sampled one; writes their keys at the end."""
         decoder, chunk = self.decoder, self.engine.decode_chunk
@@ -235,6 +238,9 @@ class Advance:
         start = plan.start + plan.fill
         busy = plan.steps > 0
         asks = Evicted(tails.slot, table, tails.floor, start)
+        if decoder.kept.repeats:
+            due = decoder.kept.due(tails.floor, start, plan.steps, reads_on=False)
+            parts = self.replay(weights, parts, asks, tails, tokens_at, due)
         parts, floor = decoder.make_room(weights, parts, asks, plan.steps, reads_on=False)
         tails = tails._replace(floor=floor)
         scan = decoder.scan(table, start, floor, busy)

@@ -128,7 +128,7 @@ class AttentionProbe:
         def body(
             run: Run, at: tf.Tensor, x: tf.Tensor, query: tf.Tensor, key: tf.Tensor
         ) -> tuple[tf.Tensor, ...]:
-            after, q, k, _ = decoder.block(weights, run.layer(at), x, angles, attend)
+            after, q, k, _, _ = decoder.block(weights, run.layer(at), x, angles, attend)
             wanted = (layer == at)[:, tf.newaxis, tf.newaxis, tf.newaxis]
             query, key = tf.where(wanted, q, query), tf.where(wanted, k, key)
             return at + 1, keep_shape(after, x), query, key

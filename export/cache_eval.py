@@ -30,7 +30,7 @@ from tfkv.export import model_text
 from tfkv.export.engine import PREFILL_PIECE, Engine
 from tfkv.export.engine_reader import EngineReader
 from tfkv.export.exact_tail import exact_bytes
-from tfkv.export.exporter import checked, with_budgets
+from tfkv.export.exporter import checked, fitted
 from tfkv.export.importers import ModelSource, load
 from tfkv.layers.cache_spec import CacheSpec
 from tfkv.layers.per_layer import normal_form, with_exceptions
@@ -330,7 +330,7 @@ def open_reader(
     policy = CacheSpec.parse(cache).policy
     if policy.selects:
         config = dataclasses.replace(config, page_size=policy.together)
-    config = with_budgets(model, config, tables)
+    config = fitted(model, config, tables)
     return EngineReader(Engine(model.config, model.weights, config, calibration=tables))
 
 

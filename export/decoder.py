@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfkv.config import DecoderConfig
 from tfkv.errors import CacheError
 from tfkv.export import page_scan
+from tfkv.export.attention_mass import AttentionMass, Questions
 from tfkv.export.bounded_pages import write_bounds
 from tfkv.export.exact_tail import ExactTail, Tails
 from tfkv.export.geometry import CacheGeometry
@@ -26,6 +27,7 @@ from tfkv.layers import attention, masks
 from tfkv.layers.attention import Partial
 from tfkv.layers.codecs import CacheCodec, Coded, FloatCodec
 from tfkv.layers.policies import Quest
+from tfkv.layers.positions import first_position
 from tfkv.layers.rotary import steps_back, turn_grouped
 from tfkv.layers.shapes import keep_shape, shape_of
 
@@ -41,7 +43,8 @@ class Fresh(NamedTuple):
     Attributes:
         keys: ``[L, B, K, T, H]``.
         values: ``[L, B, K, T, H]``.
-        queries: ``[L, B, N, T, H]``, where a policy looks at them; else N is 0.
+        queries: ``[L, B, N, T, H]``, where a policy looks at them; else N is 0. Where it adds up
+            attention, their channels are followed by `attention.log_sum` of what they saw.
     """
 
     keys: tf.Tensor
@@ -113,6 +116,8 @@ class PackedDecoder:
         self.kept = kept
         self.geometry = geometry
         self.scan_pages = scan_pages
+        # Layers share a codec where tokens are evicted.
+        self.mass = AttentionMass(config, geometry, pools.pools[0], kept, scan_pages)
 
     def read_weights(self) -> Weights:
         """All weights as tensors, for use inside loops."""
@@ -479,15 +484,17 @@ class PackedDecoder:
         def body(
             run: Run, number: tf.Tensor, x: tf.Tensor, *made: tf.TensorArray
         ) -> tuple[tf.Tensor | tf.TensorArray, ...]:
-            after, q, k, v = self.block(weights, run.layer(number), x, angles, attend)
+            after, q, k, v, seen = self.block(weights, run.layer(number), x, angles, attend)
+            if self.kept.accumulates:
+                q = tf.concat([q, attention.log_sum(seen)[..., tf.newaxis]], axis=-1)
             new = (k, v, tf.reshape(q, [-1, *of_queries[1:]])) if observed else (k, v)
             written = (array.write(number, one) for array, one in zip(made, new, strict=True))
             return (number + 1, keep_shape(after, x), *written)
 
         rows, width, _ = x.shape
-        config, observed = self.config, self.kept.evicts and self.kept.window > 0
+        config, observed = self.config, self.kept.query_channels > 0
         shape = [rows, config.num_key_value_heads, width, config.head_dim]
-        of_queries = [rows, config.num_query_heads, width, config.head_dim]
+        of_queries = [rows, config.num_query_heads, width, self.kept.query_channels]
         made = [
             tf.TensorArray(tf.float32, config.num_layers, element_shape=one)
             for one in ((shape, shape, of_queries) if observed else (shape, shape))
@@ -510,11 +517,12 @@ class PackedDecoder:
         x: tf.Tensor,
         angles: Angles,
         attend: Attend,
-    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor, Partial]:
         """One decoder block; see `layers`.
 
         Returns:
-            Output ``[A, T, D]``, grouped queries, keys and values of the tokens.
+            Output ``[A, T, D]``, grouped queries, keys and values of the tokens, and what the
+            queries saw.
         """
         c, block = self.config, self.blocks
         w = block.weights_of(weights, layer)
@@ -524,12 +532,13 @@ class PackedDecoder:
         if not layer.pool.codec.recent:  # else read exactly: tokens of one call are near
             codec = layer.codec
             k, v = codec.keys.round_trip(k), codec.values.round_trip(v)
-        seen = attention.concatenate_heads(attend(layer, q, k, v), c.num_query_heads)
-        attended = block.attention_output(w, seen)
+        seen = attend(layer, q, k, v)
+        mixed = attention.concatenate_heads(seen, c.num_query_heads)
+        attended = block.attention_output(w, mixed)
         if c.parallel_residual:
-            return x + attended + block.feed_forward(w, x, layer.sparse), q, k, v
+            return x + attended + block.feed_forward(w, x, layer.sparse), q, k, v, seen
         after = x + attended
-        return after + block.feed_forward(w, after, layer.sparse), q, k, v
+        return after + block.feed_forward(w, after, layer.sparse), q, k, v, seen
 
     def embed(self, weights: Weights, tokens: tf.Tensor, positions: tf.Tensor) -> tf.Tensor:
         """See `PackedBlocks.embed`."""
@@ -546,9 +555,9 @@ class PackedDecoder:
         return Fresh(zeros, zeros, self._no_queries(rows, width))
 
     def _no_queries(self, rows: int | tf.Tensor, width: int) -> tf.Tensor:
-        c = self.config
-        heads = c.num_query_heads if self.kept.evicts and self.kept.window else 0
-        return tf.zeros([c.num_layers, rows, heads, width, c.head_dim])
+        c, channels = self.config, self.kept.query_channels
+        heads = c.num_query_heads if channels else 0
+        return tf.zeros([c.num_layers, rows, heads, width, channels or c.head_dim])
 
     def attend_step(
         self,
@@ -683,4 +692,8 @@ class PackedDecoder:
         )
         for pool in self.pools.pools:
             parts = write_bounds(pool, self.geometry, parts, table, positions)
+        if self.kept.accumulates:
+            first, end = first_position(new), tf.reduce_max(new, axis=1) + 1
+            asked = Questions(tails.slot, table, tails.floor, end, first, new, fresh.queries)
+            parts = self.mass.add(parts, asked)
         return parts

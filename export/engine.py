@@ -21,6 +21,7 @@ from tfkv.export.packed_weights import PackedWeights
 from tfkv.export.page_copies import PageCopies, Piece
 from tfkv.export.page_table import PageTable
 from tfkv.export.plan import Refusal
+from tfkv.export.replay import Replay
 from tfkv.export.rows import Admission, Answer, Request
 from tfkv.export.session_table import Names, SessionTable, check_request, first_of_session
 from tfkv.export.stats import Stats
@@ -81,7 +82,10 @@ class Engine(tf.Module):
         self.decoder = PackedDecoder(
             config, self.weights, self.pools, self.tail, self.kept, self.geometry, engine.scan_pages
         )
-        self._advance = Advance(self.decoder, self.history, self.table, engine, PREFILL_PIECE)
+        self.replay = Replay(self.decoder, engine.repeat, PREFILL_PIECE, self.history.size)
+        self._advance = Advance(
+            self.decoder, self.replay, self.history, self.table, engine, PREFILL_PIECE
+        )
         self._probe = AttentionProbe(self.decoder)
         self._copies = PageCopies(
             self.sessions,
@@ -89,6 +93,7 @@ class Engine(tf.Module):
             self.table,
             self.pools,
             self.tail,
+            self.kept,
             self.geometry,
             config.vocabulary_size,
         )
@@ -99,6 +104,11 @@ class Engine(tf.Module):
     def bytes_per_token(self) -> int:
         """Bytes of cache a token takes, scales included."""
         return sum(self.geometry.bytes_per_token(self.config).values())
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page of a session as it is copied; see `PageCopies`."""
+        return self._copies.page_bytes
 
     @property
     def beside_bytes(self) -> int:

@@ -39,7 +39,7 @@ class EngineCalls:
         self.engine = engine
         self._engine = Engine(model.config, model.weights, engine, calibration=calibration)
         self._table = signature_table(
-            engine, model.stop_tokens[:MAX_STOP_TOKENS], self._engine.pools.page_bytes
+            engine, model.stop_tokens[:MAX_STOP_TOKENS], self._engine.page_bytes
         )
         self._signatures = build_signatures(self._engine, self._table)
         self._traced: dict[str, Callable[..., dict[str, tf.Tensor]]] = {}

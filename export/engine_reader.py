@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfkv.export.engine import Engine
 from tfkv.export.kept_tokens import Evicted
+from tfkv.export.packed_blocks import Weights
 from tfkv.export.page_pool import Parts
 from tfkv.layers.policies import EvictingPolicy
 
@@ -44,6 +45,8 @@ class EngineReader:
         self._step = tf.function(self._run, jit_compile=True, autograph=False)
         self._evict = tf.function(self._run_eviction, jit_compile=True, autograph=False)
         self._floor = tf.zeros([1], tf.int32)
+        self._repeats = isinstance(policy, EvictingPolicy) and policy.repeats
+        self._said = np.zeros([engine.geometry.positions if self._repeats else 0], np.int32)
 
     def start(self) -> None:
         """Forgets what was evicted; else what is read never reaches behind its own position."""
@@ -54,7 +57,11 @@ class EngineReader:
         ids, at = tf.constant(tokens, tf.int32), tf.constant(position, tf.int32)
         # Most policies do not care: no second compilation for them.
         whole = prompt and self._reads_prompts_apart
-        logits, self._floor = self._step(ids, at, self._floor, whole)
+        if self._repeats:
+            given = np.asarray(tokens)[np.asarray(tokens) >= 0]
+            self._said[position : position + len(given)] = given
+        said = tf.constant(self._said)
+        logits, self._floor = self._step(ids, at, self._floor, said, whole)
         return logits
 
     def save(self) -> SavedPages:
@@ -69,20 +76,40 @@ class EngineReader:
     def compress(self, position: int) -> None:
         """See `tfkv.evaluation.SessionReader.compress`."""
         if self._evicts:
-            self._floor = self._evict(tf.constant([position], tf.int32), self._floor)
+            said = tf.constant(self._said)
+            self._floor = self._evict(tf.constant([position], tf.int32), self._floor, said)
 
     def _table(self) -> tf.Tensor:
         return tf.range(1, self.engine.geometry.columns + 1)  # no session is about
 
-    def _run_eviction(self, position: tf.Tensor, floor: tf.Tensor) -> tf.Tensor:
-        decoder = self.engine.decoder
-        output = decoder.read_weights().stacked["attention_output"]
-        row = Evicted(tf.constant(0), self._table(), floor[0], position[0])
-        decoder.assign_cache(decoder.kept.evict(decoder.read_cache(), row, output))
+    def _run_eviction(self, position: tf.Tensor, floor: tf.Tensor, said: tf.Tensor) -> tf.Tensor:
+        decoder, slot = self.engine.decoder, tf.zeros([1], tf.int32)
+        weights, parts = decoder.read_weights(), decoder.read_cache()
+        rows = Evicted(slot, self._table()[tf.newaxis], floor, position)
+        parts = self._repeated(weights, parts, rows, said, tf.constant([True]))
+        row = Evicted(*(field[0] for field in rows))
+        decoder.assign_cache(decoder.kept.evict(parts, row, weights.stacked["attention_output"]))
         return position
 
+    def _repeated(
+        self, weights: Weights, parts: Parts, rows: Evicted, said: tf.Tensor, due: tf.Tensor
+    ) -> Parts:
+        """See `Replay`."""
+        none = tf.zeros_like(rows.start)
+        tails = self.engine.tail.tails(none, rows.start < 0, none, rows.start, rows.floor)
+
+        def tokens_at(_: tf.Tensor, places: tf.Tensor) -> tf.Tensor:
+            return tf.gather(said, places)
+
+        return self.engine.replay(weights, parts, rows, tails, tokens_at, due)
+
     def _run(
-        self, tokens: tf.Tensor, position: tf.Tensor, floor: tf.Tensor, prompt: bool
+        self,
+        tokens: tf.Tensor,
+        position: tf.Tensor,
+        floor: tf.Tensor,
+        said: tf.Tensor,
+        prompt: bool,
     ) -> tuple[tf.Tensor, tf.Tensor]:
         decoder = self.engine.decoder
         weights, start = decoder.read_weights(), position[tf.newaxis]
@@ -91,6 +118,9 @@ class EngineReader:
         parts = decoder.kept.begin(decoder.read_cache(), slot, start == 0)
         asks = Evicted(slot, table[tf.newaxis], floor, start)
         count = tf.reduce_sum(tf.cast(there, tf.int32))[tf.newaxis]
+        if self._repeats and not prompt:
+            due = decoder.kept.due(floor, start, count, reads_on=False)
+            parts = self._repeated(weights, parts, asks, said, due)
         parts, floor = decoder.make_room(weights, parts, asks, count, reads_on=prompt)
         hidden, parts = decoder.prefill_piece(
             weights,

@@ -15,6 +15,7 @@ from tfkv._version import __version__
 from tfkv.calibration import Calibration, fingerprint_of
 from tfkv.config import EngineConfig
 from tfkv.errors import ExportError
+from tfkv.export import model_text
 from tfkv.export.engine import Engine
 from tfkv.export.importers import ModelSource, load
 from tfkv.export.signatures import build_signatures
@@ -33,6 +34,7 @@ from tfkv.manifest import (
     signature_table,
     text_signature,
 )
+from tfkv.prefix_compression import REPEAT
 
 #: Called with the stage, what is done of it, and how much there is.
 Progress = Callable[[str, int, int], None]
@@ -81,7 +83,7 @@ def export(
     spec, exceptions = normal_form(spec, model.config.num_layers, config.layer_caches)
     config = dataclasses.replace(config, cache=str(spec), layer_caches=exceptions)
     tables = checked(model, calibration)
-    config = with_budgets(model, config, tables)
+    config = fitted(model, config, tables)
     root = pathlib.Path(out_dir)
     root.mkdir(parents=True, exist_ok=True)
     stage = pathlib.Path(tempfile.mkdtemp(prefix=".writing-", dir=root))
@@ -110,25 +112,32 @@ def checked(
     return calibration
 
 
-def with_budgets(
+def fitted(
     model: ModelSource, engine: EngineConfig, calibration: Calibration | None
 ) -> EngineConfig:
-    """The engine with the budgets of heads, where its policy shares them out.
+    """The engine with what its policy has to know of the model: the budgets of heads, where it
+    shares them out, and what asks for a repetition, where it has the text repeated. A model
+    without a tokenizer is asked by its own text alone.
 
     Raises:
         ConfigError: A calibration is needed and was not given.
     """
-    spec = CacheSpec.parse(engine.cache)
-    if not isinstance(spec.policy, EvictingPolicy) or engine.head_budgets:
+    policy = CacheSpec.parse(engine.cache).policy
+    if not isinstance(policy, EvictingPolicy):
+        return engine
+    if policy.repeats and not engine.repeat and model.tokenizer_json is not None:
+        asks = tuple(model_text.encode(model, REPEAT).tolist())
+        engine = dataclasses.replace(engine, repeat=asks)
+    if engine.head_budgets:
         return engine
     layers, heads = model.config.num_layers, model.config.num_key_value_heads
-    policies = [one.policy for one in layer_caches(spec, layers, heads, (), calibration)]
+    caches = layer_caches(engine.cache, layers, heads, (), calibration)
     budgets = tuple(
-        policy.budgets or (policy.budget,) * heads
-        for policy in policies
-        if isinstance(policy, EvictingPolicy)
+        one.policy.budgets or (one.policy.budget,) * heads
+        for one in caches
+        if isinstance(one.policy, EvictingPolicy)
     )
-    even = all(budget == spec.policy.budget for row in budgets for budget in row)
+    even = all(own == policy.budget for row in budgets for own in row)
     return engine if even else dataclasses.replace(engine, head_budgets=budgets)
 
 
@@ -144,7 +153,7 @@ def _write(
     fingerprint = _fingerprint(model, config, tables)
     engine = Engine(model.config, model.weights, config, fingerprint, tables)
     stops = model.stop_tokens[:MAX_STOP_TOKENS]
-    table = signature_table(config, stops, engine.pools.page_bytes)
+    table = signature_table(config, stops, engine.page_bytes)
     face = TextFace(model) if config.text else None
     if face is not None:
         table["generate_text"] = text_signature()
@@ -189,7 +198,7 @@ def _fingerprint(
     model: ModelSource, config: EngineConfig, tables: Calibration | None = None
 ) -> str:
     """Equal for equal weights, architecture and cache, tables of its codec included."""
-    beyond = f"{config.head_budgets or ''}{config.layer_caches or ''}"
+    beyond = f"{config.head_budgets or ''}{config.layer_caches or ''}{config.repeat or ''}"
     if config.weights != "float32":
         beyond += config.weights
     kept = f"{model.config.to_dict()}{config.cache}{beyond}"

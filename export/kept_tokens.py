@@ -12,6 +12,7 @@ from tfkv.config import DecoderConfig, EngineConfig
 from tfkv.errors import ConfigError
 from tfkv.export.geometry import CacheGeometry
 from tfkv.export.layer_options import scoring_of
+from tfkv.export.layer_pools import as_strings
 from tfkv.export.matrices import Matrix
 from tfkv.export.page_pool import Parts, rows_of_tokens, scatter_rows
 from tfkv.export.page_scan import PageList
@@ -42,6 +43,20 @@ class Evicted(NamedTuple):
     start: tf.Tensor
 
 
+class _Entries(NamedTuple):
+    """All entries of a row in one layer.
+
+    Attributes:
+        coded: Codes by side and part, ``[K, S, ...]``.
+        positions: int32 ``[K, S]``; −1 = none.
+        mass: The attention that they got, float32 ``[K, S]``, where the policy adds it up.
+    """
+
+    coded: Parts
+    positions: tf.Tensor
+    mass: tuple[tf.Tensor, ...]
+
+
 class KeptTokens:
     """Holds the entries that survived evictions, for each slot, layer and KV head its budget.
 
@@ -55,7 +70,11 @@ class KeptTokens:
     and ``kept_values`` ``[(slots + 1) · U, C, ...]`` over the U units of a slot; under ``kept``
     the ``positions`` of the entries, int32 ``[(slots + 1) · U, C]``, −1 = none, and where the
     policy looks at the newest queries, ``queries`` ``[(slots + 1) · L, N, W, H]`` and their
-    positions ``asked_at`` ``[slots + 1, W]``, one higher.
+    positions ``asked_at`` ``[slots + 1, W]``, one higher. Where it adds up attention (see
+    `AttentionMass`), under ``mass`` what the entries got, ``kept``
+    ``[(slots + 1) · U, C]``, and what tokens on the slot's columns got, ``pages``
+    ``[(slots + 1) · columns · L, K, C]``: of the slot and not of the page, since branches share
+    pages and ask questions of their own.
 
     Args:
         config: Architecture.
@@ -75,10 +94,12 @@ class KeptTokens:
         self.variables: dict[str, dict[str, TransientVariable]] = {}
         policy = geometry.cache.policy
         self.evicts = isinstance(policy, EvictingPolicy)
+        self.window, self.accumulates, self.repeats = 0, False, False
         if not isinstance(policy, EvictingPolicy):
             return
         self.policy = policy
         self.window = policy.observed
+        self.accumulates, self.repeats = policy.accumulates, policy.repeats
         self.budgets = budgets_of(config, policy, engine.head_budgets)
         self.size = size = geometry.page_size
         units = -(-self.budgets // size)
@@ -105,6 +126,12 @@ class KeptTokens:
             queries = ((engine.slots + 1) * config.num_layers, heads, self.window, config.head_dim)
             shapes["kept"]["queries"] = (queries, tf.float32)
             shapes["kept"]["asked_at"] = ((engine.slots + 1, self.window), tf.int32)
+        if self.accumulates:
+            columns = (engine.slots + 1) * geometry.columns * config.num_layers
+            shapes["mass"] = {
+                "kept": ((rows, size), tf.float32),
+                "pages": ((columns, config.num_key_value_heads, size), tf.float32),
+            }
         self.variables = {
             part: {
                 name: TransientVariable(f"{part}_{name}", shape, dtype)
@@ -154,6 +181,40 @@ class KeptTokens:
                     indices=given,
                     updates=tf.gather(variable.read(), taken),
                 )
+
+    @property
+    def query_channels(self) -> int:
+        """Channels of the queries that it is shown; 0 = it is shown none."""
+        if self.accumulates:
+            return self.config.head_dim + 1
+        return self.config.head_dim if self.window else 0
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of the mass of one page's tokens, all layers; 0 where there is none."""
+        heads = self.config.num_layers * self.config.num_key_value_heads
+        return 4 * heads * self.geometry.page_size if self.accumulates else 0
+
+    def read_bytes(self, slot: tf.Tensor, page: tf.Tensor) -> tf.Tensor:
+        """The mass of logical ``page [B]`` of each slot as it is stored, string ``[B]``."""
+        found = tf.gather(self.variables["mass"]["pages"].read(), self._rows_of(slot, page))
+        numbers = tf.reshape(tf.bitcast(found, tf.uint8), [-1, self.page_bytes])
+        return as_strings(numbers, self.page_bytes)
+
+    def write_bytes(self, slot: tf.Tensor, page: tf.Tensor, data: tf.Tensor, before: int) -> None:
+        """Puts back what `read_bytes` gave, from ``data [B]`` that has so many bytes before it."""
+        variable = self.variables["mass"]["pages"]
+        numbers = tf.io.decode_raw(data, tf.uint8, fixed_length=before + self.page_bytes)
+        shape = [-1, self.config.num_layers, *variable.shape[1:], 4]
+        tf.raw_ops.ResourceScatterUpdate(
+            resource=variable.resource_handle,
+            indices=self._rows_of(slot, page),
+            updates=tf.bitcast(tf.reshape(numbers[:, before:], shape), tf.float32),
+        )
+
+    def _rows_of(self, slot: tf.Tensor, page: tf.Tensor) -> tf.Tensor:
+        """Rows of ``mass/pages``, int32 ``[B, L]``."""
+        return self.mass_rows(slot, page, 0)[:, tf.newaxis] + tf.range(self.config.num_layers)
 
     # --- when, and how far ---------------------------------------------------------------
 
@@ -206,6 +267,11 @@ class KeptTokens:
         )
         return keys, values, tf.gather(parts["kept"]["positions"], units)
 
+    def mass_rows(self, slot: tf.Tensor, pages: tf.Tensor, layer: tf.Tensor | int) -> tf.Tensor:
+        """Rows of ``mass/pages`` that belong to logical pages of slots in a layer; int32."""
+        column = self.geometry.column_of(pages)
+        return (slot * self.geometry.columns + column) * self.config.num_layers + layer
+
     # --- writing -------------------------------------------------------------------------
 
     def observe(
@@ -217,7 +283,7 @@ class KeptTokens:
             parts: The cache.
             slot: int32 ``[B]``.
             positions: int32 ``[B, T]``; −1 = none.
-            queries: float32 ``[L, B, N, T, H]``.
+            queries: As of `Fresh`.
         """
         if not (self.evicts and self.window):
             return parts
@@ -228,6 +294,8 @@ class KeptTokens:
         flat_owner, flat_place = tf.reshape(owner, [-1]), tf.reshape(place, [-1])
         heads = self.config.num_query_heads
         rows, offsets = rows_of_tokens(self.config, flat_owner, flat_place, heads)
+        if self.accumulates:
+            queries = queries[..., :-1]
         by_token = tf.transpose(queries, [0, 1, 3, 2, 4])
         kept = parts["kept"]
         where = tf.stack([flat_owner, flat_place], axis=1)
@@ -276,10 +344,10 @@ class KeptTokens:
             # Side by side, as in a store without gaps: some scores look at neighbours.
             last = tf.int32.max
             order = tf.argsort(tf.where(positions < 0, last, positions), axis=1, stable=True)
-            positions = tf.gather(positions, order, batch_dims=1)
-            coded = tf.nest.map_structure(lambda x: tf.gather(x, order, batch_dims=1), coded)
-            chosen = self._choose(coded, positions, layer, row, kept["kept"], output)
-            return layer + 1, self._move(kept, coded, positions, chosen, units, there)
+            entries = _Entries(coded, positions, self._mass_of(kept, units, row, page, layer))
+            entries = tf.nest.map_structure(lambda x: tf.gather(x, order, batch_dims=1), entries)
+            chosen = self._choose(entries, layer, row, kept["kept"], output)
+            return layer + 1, self._move(kept, entries, chosen, units, there)
 
         kept = {name: parts[name] for name in self.variables}
         kept = tf.while_loop(
@@ -309,10 +377,22 @@ class KeptTokens:
         heads = self.config.num_key_value_heads
         return tf.concat([tf.reshape(side, [heads, -1, width]) for side in both], axis=1)
 
+    def _mass_of(
+        self, kept: Parts, units: tf.Tensor, row: Evicted, page: tf.Tensor, layer: tf.Tensor
+    ) -> tuple[tf.Tensor, ...]:
+        """What all entries got, kept ones before those on pages, float32 ``[K, S]``; nothing
+        where the policy does not ask."""
+        if not self.accumulates:
+            return ()
+        heads = self.config.num_key_value_heads
+        paged = tf.gather(kept["mass"]["pages"], self.mass_rows(row.slot, page, layer))
+        paged = tf.reshape(tf.transpose(paged, [1, 0, 2]), [heads, -1])
+        own = tf.reshape(tf.gather(kept["mass"]["kept"], units), [heads, -1])
+        return (tf.concat([own, paged], axis=1),)
+
     def _choose(
         self,
-        coded: Parts,
-        positions: tf.Tensor,
+        entries: _Entries,
         layer: tf.Tensor,
         row: Evicted,
         kept: dict[str, tf.Tensor],
@@ -321,6 +401,7 @@ class KeptTokens:
         """Entries of each head that survive, ascending, int32 ``[K, most · C]``; S where there
         are fewer."""
         config, codec = self.config, self.geometry.cache.codec.of_layers(layer)
+        coded, positions, mass = entries
         heads, group = config.num_key_value_heads, config.query_group_size
         queries = tf.zeros([1, heads, group, 0, config.head_dim])
         asked = tf.zeros([1, 0], tf.int32)
@@ -337,7 +418,7 @@ class KeptTokens:
             filled=row.start[tf.newaxis],
             queries=queries,
             asked_at=asked - 1,
-            mass=tf.zeros_like(positions[tf.newaxis], tf.float32),
+            mass=mass[0][tf.newaxis] if mass else tf.zeros_like(positions[tf.newaxis], tf.float32),
             output_kernel=tf.reshape(projection, [heads, group, config.head_dim, -1]),
             rope=config.rope(0),
             scoring=scoring_of(config, layer),
@@ -351,12 +432,13 @@ class KeptTokens:
     def _move(
         self,
         kept: Parts,
-        coded: Parts,
-        positions: tf.Tensor,
+        entries: _Entries,
         chosen: tf.Tensor,
         units: tf.Tensor,
         there: tf.Tensor,
     ) -> Parts:
+        """The cache in which the chosen entries are a slot's."""
+        coded, positions, mass = entries
         size, most, heads = self.size, self.most, self.config.num_key_value_heads
         last = positions.shape[-1]
         index = tf.minimum(chosen, last - 1)
@@ -379,6 +461,10 @@ class KeptTokens:
         at = tf.tensor_scatter_nd_update(
             state["positions"], rows, tf.reshape(at, [heads * most, size])
         )
+        if mass:
+            taken = tf.reshape(tf.gather(mass[0], index, batch_dims=1), [heads * most, size])
+            stored = tf.tensor_scatter_nd_update(kept["mass"]["kept"], rows, taken)
+            moved["mass"] = {**kept["mass"], "kept": stored}
         return {**kept, **moved, "kept": {**state, "positions": at}}
 
 
@@ -391,15 +477,9 @@ def budgets_of(
 
     Raises:
         ConfigError: The budgets are not of this model, or the policy needs a calibration that
-            was not given, or attention that an artifact does not add up.
+            was not given.
     """
     shape = (config.num_layers, config.num_key_value_heads)
-    if policy.accumulates:
-        raise ConfigError(
-            f"{policy.name!r} adds up the attention of every step, which the pages of an artifact "
-            "do not keep. Choose 'snapkv', 'tova', 'expected_attention' or 'key_diff', which "
-            "look when they evict."
-        )
     if given:
         budgets = np.array(given)
         if budgets.shape != shape:
@@ -451,4 +531,7 @@ def kept_bytes(config: DecoderConfig, geometry: CacheGeometry, engine: EngineCon
     units = int((-(-budgets // geometry.page_size)).sum())
     window = policy.observed
     asked = window * (4 + 4 * config.num_layers * config.num_query_heads * config.head_dim)
-    return units * unit_bytes(geometry, config.head_dim) + asked
+    heads = config.num_layers * config.num_key_value_heads
+    tokens = units * geometry.page_size + heads * geometry.layout.entries
+    mass = 4 * tokens if policy.accumulates else 0
+    return units * unit_bytes(geometry, config.head_dim) + asked + mass

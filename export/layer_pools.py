@@ -156,21 +156,26 @@ class LayerPools:
         as `PagePool.read_raw` reads them. Page 0 is all zeros."""
         taken = [part for pool in self.pools for part in pool.read_raw(pages)]
         data = tf.where((pages > 0)[:, tf.newaxis], tf.concat(taken, axis=1), 0)
-
-        def text(row: tf.Tensor) -> tf.Tensor:
-            # The content comes last in a serialized tensor.
-            return tf.strings.substr(tf.io.serialize_tensor(row), -self.page_bytes, self.page_bytes)
-
-        return tf.map_fn(text, data, fn_output_signature=tf.string)
+        return as_strings(data, self.page_bytes)
 
     def write_bytes(self, pages: tf.Tensor, data: tf.Tensor) -> None:
         """Puts back what `read_bytes` gave, without touching any other page.
 
         Args:
             pages: int32 ``[B]``; 0 = nowhere.
-            data: string ``[B]``.
+            data: string ``[B]``; what follows a page's bytes does not count.
         """
         numbers = tf.io.decode_raw(data, tf.uint8, fixed_length=self.page_bytes)
         sizes = [pool.page_bytes for pool in self.pools]
         for pool, own in zip(self.pools, tf.split(numbers, sizes, axis=1), strict=True):
             pool.write_raw(pages, own)
+
+
+def as_strings(numbers: tf.Tensor, width: int) -> tf.Tensor:
+    """Rows of ``numbers [B, width]``, uint8, as strings ``[B]``."""
+
+    def text(row: tf.Tensor) -> tf.Tensor:
+        # The content comes last in a serialized tensor.
+        return tf.strings.substr(tf.io.serialize_tensor(row), -width, width)
+
+    return tf.map_fn(text, numbers, fn_output_signature=tf.string)

@@ -10,6 +10,7 @@ from tfkv.errors import INPUT_NUMBERS, Status
 from tfkv.export.exact_tail import ExactTail
 from tfkv.export.geometry import CacheGeometry
 from tfkv.export.history import History
+from tfkv.export.kept_tokens import KeptTokens
 from tfkv.export.layer_pools import LayerPools
 from tfkv.export.page_table import PageTable
 from tfkv.export.plan import Refusal, Remembered
@@ -27,7 +28,8 @@ class Piece(NamedTuple):
         tokens: int32 ``[B, C]``.
         kinds: int32 ``[B, C]``.
         logprobs: float32 ``[B, C]``.
-        page_bytes: string ``[B]``, keys and values of all layers as they are stored. Not
+        page_bytes: string ``[B]``, keys and values of all layers as they are stored, and behind
+            them what attention they got, where a policy adds it up. Not
             uint8: TensorFlow Serving answers numbers one varint each, 20 times as slow.
     """
 
@@ -52,6 +54,7 @@ class PageCopies:
         table: Whose pages are whose.
         pool: The pages.
         tail: What is kept exactly beside them, which is not copied.
+        kept: What attention their tokens got.
         geometry: Where tokens lie.
         vocabulary: Token ids are below it.
     """
@@ -63,6 +66,7 @@ class PageCopies:
         table: PageTable,
         pools: LayerPools,
         tail: ExactTail,
+        kept: KeptTokens,
         geometry: CacheGeometry,
         vocabulary: int,
     ) -> None:
@@ -71,6 +75,9 @@ class PageCopies:
         self._table = table
         self._pools = pools
         self._tail = tail
+        self._kept = kept
+        #: Bytes of one page of a session.
+        self.page_bytes = pools.page_bytes + kept.page_bytes
         self._geometry = geometry
         self._size = geometry.page_size
         self._vocabulary = vocabulary
@@ -113,7 +120,7 @@ class PageCopies:
             said(stored.tokens, 0),
             said(stored.kinds, 0),
             said(stored.logprobs, NO_LOGPROB),
-            tf.where(ok, self._pools.read_bytes(physical), ""),
+            tf.where(ok, self._bytes_of(slot, page, physical), ""),
         )
         return piece, refusal
 
@@ -156,7 +163,7 @@ class PageCopies:
         target = tf.where(adds, slot, spare)
         page = tf.where(adds, page, 0)
         self._table.put(target, self._geometry.column_of(piece.page), page)
-        self._pools.write_bytes(page, piece.page_bytes)
+        self._put(target, piece, page)
         places = begin[:, tf.newaxis] + tf.range(self._size)
         places = tf.where(adds[:, tf.newaxis] & (places < end[:, tf.newaxis]), places, -1)
         self._history.write(target, places, piece.tokens, piece.kinds, piece.logprobs)
@@ -165,6 +172,20 @@ class PageCopies:
         self._sessions.renew(tf.where(served, slot, spare), served, now, ttl_ms, pin)
         held = tf.where(adds, end, stored.held)
         return held, refusal, made >= 0
+
+    def _bytes_of(self, slot: tf.Tensor, page: tf.Tensor, physical: tf.Tensor) -> tf.Tensor:
+        """What is stored of logical pages of slots that lie on physical ones, string ``[B]``."""
+        codes = self._pools.read_bytes(physical)
+        if not self._kept.page_bytes:
+            return codes
+        return tf.strings.join([codes, self._kept.read_bytes(slot, page)])
+
+    def _put(self, slot: tf.Tensor, piece: Piece, physical: tf.Tensor) -> None:
+        """Puts back what `_bytes_of` gave; physical page 0 and the spare slot are nobody's."""
+        self._pools.write_bytes(physical, piece.page_bytes)
+        if self._kept.page_bytes:
+            page = tf.maximum(piece.page, 0)
+            self._kept.write_bytes(slot, page, piece.page_bytes, self._pools.page_bytes)
 
     def _check(self, names: Names, piece: Piece, refusal: Refusal) -> Refusal:
         """Refuses pieces that no session can have."""
@@ -183,7 +204,7 @@ class PageCopies:
             "tokens": tf.reduce_any(live & odd_token, axis=1),
             "kinds": tf.reduce_any(live & odd_kind, axis=1),
             "logprobs": tf.reduce_any(live & odd_logprob, axis=1),
-            "page_bytes": tf.strings.length(piece.page_bytes) != self._pools.page_bytes,
+            "page_bytes": tf.strings.length(piece.page_bytes) != self.page_bytes,
         }
         for name, holds in wrong.items():
             refusal = refusal.when(holds, Status.INVALID, INPUT_NUMBERS[name])

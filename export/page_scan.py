@@ -95,6 +95,20 @@ def scan(
     )
 
 
+def pages_of_rows(
+    geometry: CacheGeometry,
+    table: tf.Tensor,
+    start: tf.Tensor,
+    floor: tf.Tensor,
+    reads: tf.Tensor,
+    step: int,
+) -> PageList:
+    """The pages of each row, those that it shares among them; the arguments are those of
+    `scan`."""
+    span = tf.where(reads[:, tf.newaxis], geometry.page_span(start, floor), 0)
+    return _list(geometry, table, span, tf.zeros_like(start), span[:, -1], step)
+
+
 def _common(table: tf.Tensor, pages: tf.Tensor) -> tf.Tensor:
     """How many pages each two rows of ``table [B, columns]`` share, of their first
     ``pages [B]``; ``[B, B]``."""

@@ -114,6 +114,35 @@ def attention_weights(scores: tf.Tensor, mask: tf.Tensor) -> tf.Tensor:
     return tf.nn.softmax(masked, axis=-1)
 
 
+def log_sum(partial: Partial) -> tf.Tensor:
+    """Logarithm of the sum of exp(score) over all that queries saw, ``[A, K, Q]``: what
+    `shares` needs of them."""
+    return partial.peak + tf.math.log(tf.maximum(partial.mass, 1e-30))
+
+
+def shares(
+    queries: tf.Tensor,
+    keys: Coded,
+    mask: tf.Tensor,
+    codec: Dots,
+    log_sums: tf.Tensor,
+    scoring: Scoring = PLAIN,
+) -> tf.Tensor:
+    """What part of their attention queries gave to some of the keys that they saw, float32
+    ``[A, K, Q, C]``.
+
+    Args:
+        queries: ``[A, K, Q, H]``, prepared by the codec.
+        keys: Coded keys, a token a column: parts ``[A, K, ..., C]``.
+        mask: bool ``[A, T, C]``; Q is a multiple of T.
+        codec: How keys are written.
+        log_sums: ``[A, K, Q]`` of `log_sum`, over all that the queries saw.
+        scoring: What becomes of scores, with the distances that belong to `mask`.
+    """
+    scores = scoring(codec.scores(queries, keys, columns=True)) - log_sums[..., tf.newaxis]
+    return tf.exp(tf.where(_spread(mask, scores), scores, _FLOOR))
+
+
 def merge(first: Partial, second: Partial) -> Partial:
     """Attention over both parts; exact, in any order."""
     peak = tf.maximum(first.peak, second.peak)

@@ -231,6 +231,8 @@ class EngineConfig:
         scan_pages: Pages attention reads at once (see docs/decisions).
         head_budgets: Entries of each KV head of each layer, for a policy that evicts and whose
             budget a calibration has shared out; empty = the same for all.
+        repeat: Token ids of what asks a model to repeat its text, for a policy that has it do so
+            (``kvzip``); the exporter writes them down.
         layer_caches: Layers that have another codec than `cache`, as exceptions of
             `tfkv.layers.layer_caches`: ``("0-1=int8",)``.
         weights: What weight matrices are stored as, one of `WEIGHT_TYPES`. ``"int8"``: a scale for
@@ -259,6 +261,7 @@ class EngineConfig:
     tenant_sessions: int = 0
     scan_pages: int = 8
     head_budgets: tuple[tuple[int, ...], ...] = ()
+    repeat: tuple[int, ...] = ()
     layer_caches: tuple[str, ...] = ()
     weights: str = "float32"
     xla: bool = True
@@ -272,6 +275,7 @@ class EngineConfig:
             self.layer_caches,
         )
         object.__setattr__(self, "batch_sizes", tuple(self.batch_sizes))
+        object.__setattr__(self, "repeat", tuple(self.repeat))
         object.__setattr__(self, "layer_caches", tuple(self.layer_caches))
         object.__setattr__(self, "head_budgets", tuple(map(tuple, self.head_budgets)))
         for name in ("slots", "capacity", "page_size", "decode_chunk", "prefill_tokens"):

@@ -287,14 +287,14 @@ class _Systems:
 
     def _engine(self, cache: str, tokens: int) -> Callee:
         from tfkv.export.engine_calls import EngineCalls
-        from tfkv.export.exporter import with_budgets
+        from tfkv.export.exporter import fitted
         from tfkv.layers.cache_spec import CacheSpec
 
         if self._model is None:
             raise ConfigError(f"Cache {cache!r} needs a `model`.")
         config = EngineConfig(cache=str(CacheSpec.parse(cache)), slots=1, batch_sizes=(1,))
         config = dataclasses.replace(config, capacity=max(config.capacity, tokens))
-        config = with_budgets(self._model, config, self._calibration)
+        config = fitted(self._model, config, self._calibration)
         return EngineCalls(self._model, config, self._calibration)
 
 

@@ -12,13 +12,16 @@ from tfkv.errors import ConfigError
 from tfkv.layers.store import State
 from tfkv.pieces import padded_pieces
 
-__all__ = ["REPEAT", "PrefixCompressor"]
+__all__ = ["CHUNK", "LEAD", "REPEAT", "PrefixCompressor"]
 
 #: What the model is told to do before it is given its own text, as in KVzip.
 REPEAT = "\n\nRepeat the previous context exactly.\n\n"
 
+#: Tokens of the text that are repeated at a time.
+CHUNK = 512
+
 #: Tokens of the text before a chunk that lead over to it.
-_LEAD = 8
+LEAD = 8
 
 
 class PrefixCompressor:
@@ -46,7 +49,7 @@ class PrefixCompressor:
         self,
         model: CausalLM,
         repeat: Sequence[int],
-        chunk: int = 512,
+        chunk: int = CHUNK,
         piece: int = 64,
         xla: bool = True,
     ) -> None:
@@ -73,7 +76,7 @@ class PrefixCompressor:
             ConfigError: The text is empty, or does not fit the capacity.
         """
         ids = np.asarray(tokens, np.int32)
-        room = self._model.capacity - self._chunk - len(self._repeat) - _LEAD
+        room = self._model.capacity - self._chunk - len(self._repeat) - LEAD
         if not 1 <= ids.size <= room:
             raise ConfigError(
                 f"`tokens` must be from 1 to {room} tokens, `capacity` less a repeated chunk. "
@@ -85,7 +88,7 @@ class PrefixCompressor:
             for own in state
         ]
         for first in range(0, ids.size, self._chunk):
-            lead = ids[max(first - _LEAD, 0) : first]
+            lead = ids[max(first - LEAD, 0) : first]
             again = np.concatenate([self._repeat, lead, ids[first : first + self._chunk]])
             state = self._feed(state, again.astype(np.int32), ids.size)
         held = tf.constant([ids.size], tf.int32)

@@ -93,6 +93,7 @@ def _option(field: str) -> str:
     others = {
         "xla": "--no-xla",
         "head_budgets": "--calibration",
+        "repeat": "--cache",
         "layer_caches": "--layer-cache",
     }
     return f"`{others.get(field, '--' + field.replace('_', '-'))}`"

@@ -153,6 +153,12 @@ class EvictingPolicy(CachePolicy):
         """Whether the store keeps `Seen.mass`."""
         return False
 
+    @property
+    def repeats(self) -> bool:
+        """Whether an artifact has a text repeated before it is judged for the first time, so that
+        `Seen.mass` is what the repetition looked at."""
+        return False
+
     def accumulate(self, mass: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
         """New mass ``[B, K, S]``: the old one, and attention ``[B, K, Q, S]`` of a chunk."""
         return mass + tf.reduce_sum(weights, axis=2)

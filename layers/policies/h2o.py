@@ -14,7 +14,8 @@ class H2O(EvictingPolicy):
     """Heavy hitters: entries are worth the attention that all queries so far gave them.
 
     Choose it to read on without an end where a query-independent choice of old tokens is
-    wanted. It looks at every entry once more for each token, which other methods do not.
+    wanted. It looks at every key once more, which other methods do not: for each chunk, and in
+    an artifact for all decode steps of a call together.
 
     Args:
         recent: Newest tokens that are never evicted.

@@ -15,9 +15,11 @@ class KVzip(EvictingPolicy):
     repeated.
 
     Choose it for a fixed text that many questions are asked about, a document or a system
-    prompt: it needs no question, and costs a second reading; see
-    `tfkv.prefix_compression.compress_prefix`, which does the reading. Where nobody repeats the
-    text, the queries of the text itself count.
+    prompt: it needs no question, and costs a second reading. An artifact does the reading where a
+    session evicts for the first time, with the first decode step behind a prompt that is longer
+    than the budget; for a Keras model `tfkv.prefix_compression.PrefixCompressor` does. Where
+    nobody repeats the text, as with ``whole_prompt=False`` or after the first eviction, the
+    queries of the text itself count.
 
     Args:
         recent: Newest tokens that are never evicted.
@@ -37,6 +39,10 @@ class KVzip(EvictingPolicy):
     @property
     def accumulates(self) -> bool:
         return True
+
+    @property
+    def repeats(self) -> bool:
+        return self.whole_prompt
 
     def accumulate(self, mass: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
         return tf.maximum(mass, tf.reduce_max(weights, axis=2))

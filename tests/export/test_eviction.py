@@ -12,10 +12,13 @@ from tiny_artifacts import ENGINES, Caller
 from tfkv.causal_lm import CausalLM
 from tfkv.config import EngineConfig
 from tfkv.errors import ConfigError, Finish, Status
-from tfkv.export import Engine
+from tfkv.export import Engine, replay
+from tfkv.export.engine_calls import EngineCalls
 from tfkv.export.kept_tokens import caches_of, kept_bytes
 from tfkv.layers.cache_spec import CacheSpec
+from tfkv.prefix_compression import PrefixCompressor
 
+SLOW = pytest.mark.slow
 TEXT = tiny_model.text(400, seed=700)
 PIECE = 64
 
@@ -24,13 +27,13 @@ class Reference:
     """Reads as the artifact reads: all but the last token in pieces, the last one alone.
 
     Args:
-        engine: Name in `ENGINES`.
+        config: Of the engine.
     """
 
-    def __init__(self, engine: str) -> None:
-        config = ENGINES[engine]
+    def __init__(self, config: EngineConfig) -> None:
         spec = CacheSpec.parse(config.cache)
         caches = caches_of(tiny_model.CONFIG, spec, config.head_budgets)
+        self.config = config
         self.model = CausalLM.from_weights(
             tiny_model.CONFIG, tiny_model.make_weights(), cache=caches, capacity=400, slack=PIECE
         )
@@ -42,6 +45,11 @@ class Reference:
         while self.filled < end:
             stop = min(self.filled + PIECE, end)
             self._feed(stop)
+
+    def compress(self, end: int, chunk: int) -> None:
+        """Reads and compresses the text up to `end`, as `PrefixCompressor` does."""
+        compressor = PrefixCompressor(self.model, self.config.repeat, chunk, xla=False)
+        self.state, self.filled = compressor.compress(TEXT[:end]), end
 
     def last(self) -> np.ndarray:
         """Logits of the next token."""
@@ -59,9 +67,11 @@ def evict(caller_of) -> Caller:
     return caller_of("evict")
 
 
-def test_a_session_answers_as_the_keras_model_does_while_it_evicts(evict):
+@pytest.mark.parametrize("engine", ["evict", "h2o", pytest.param("kvzip_on", marks=SLOW)])
+def test_a_session_answers_as_the_keras_model_does_while_it_evicts(caller_of, engine: str):
     """Four evictions: before the first, with the first, and after."""
-    reference, name = Reference("evict"), evict.name()
+    evict, reference = caller_of(engine), Reference(ENGINES[engine])
+    name = evict.name()
     for end in (60, 104, 105, 170, 290, 380):
         start = reference.filled
         given = evict.generate(name, TEXT[start : end - 1], start, count=0)
@@ -74,15 +84,25 @@ def test_a_session_answers_as_the_keras_model_does_while_it_evicts(evict):
     assert evict.stats()["pages_used"] <= 11
 
 
-@pytest.mark.parametrize("engine", ["evict_whole", "evict_heads"])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        "evict_whole",
+        "evict_heads",
+        *(pytest.param(name, marks=SLOW) for name in ("h2o_whole", "h2o_heads", "kvzip")),
+    ],
+)
 def test_a_prompt_is_judged_once_it_was_read(caller_of, engine: str):
-    caller, reference = caller_of(engine), Reference(engine)
+    caller, reference = caller_of(engine), Reference(ENGINES[engine])
     name, idle = caller.name(), caller.stats()["pages_used"]
     caller.generate(name, TEXT[:200][:128], count=0)
     caller.generate(name, TEXT[128:200], 128, count=0)
     assert caller.stats()["pages_used"] - idle == 13, "the prompt is there whole"
     answer = caller.decode(name, [TEXT[200]], 200)
-    reference.read(200)
+    if reference.config.repeat:
+        reference.compress(200, chunk=128)
+    else:
+        reference.read(200)
     # An int8 code of one channel may fall the other way in 4 layers.
     room = 2e-2 if "int8" in ENGINES[engine].cache else 2e-4
     np.testing.assert_allclose(answer["logits"], reference.last(), atol=room)
@@ -91,9 +111,69 @@ def test_a_prompt_is_judged_once_it_was_read(caller_of, engine: str):
     assert (again["status"], again["count"]) == (Status.OK, 8)
 
 
-def test_batch_mates_evict_each_for_itself(caller_of):
+class Calls:
+    """A session of an engine in this process.
+
+    Args:
+        config: What the engine is made for.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._calls = EngineCalls(tiny_model.source(), config)
+
+    def read(self, start: int, end: int) -> None:
+        """Hands over the text from `start` to `end`."""
+        for first in range(start, end, 128):
+            self._answer("generate", first, min(first + 128, end), max_new_tokens=[0])
+
+    def logits(self, position: int) -> np.ndarray:
+        """Logits after the token at `position`."""
+        return self._answer("decode", position, position + 1)["logits"][0]
+
+    def _answer(self, signature: str, start: int, end: int, **inputs: object) -> dict:
+        sizes = {"length": [end - start], "position": [start]}
+        tokens = [TEXT[start:end]]
+        answer = self._calls.call(signature, session_id=["s"], tokens=tokens, **sizes, **inputs)
+        assert answer["status"].tolist() == [Status.OK]
+        return answer
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        pytest.param({"repeat": ()}, marks=SLOW),
+        pytest.param({"cache": ENGINES["kvzip"].cache + "+int8", "xla": True}, marks=SLOW),
+        pytest.param({"cache": ENGINES["kvzip"].cache + "+k8v4(recent=0,sinks=0)"}, marks=SLOW),
+        pytest.param(
+            {
+                "cache": "kvzip(budget=40,sinks=2,recent=8,caps='some')",
+                "head_budgets": [[16, 64], [40, 40]],
+            },
+            marks=SLOW,
+        ),
+    ],
+    ids=str,
+)
+def test_a_prompt_is_judged_by_its_repetition_and_what_follows_by_itself(monkeypatch, changes):
+    """Four chunks are repeated, the last of them not whole; then there are two evictions more."""
+    monkeypatch.setattr(replay, "CHUNK", 64)
+    config = EngineConfig(**{**ENGINES["kvzip"].to_dict(), "batch_sizes": (1,), **changes})
+    calls, reference = Calls(config), Reference(config)
+    reference.compress(200, chunk=64)
+    calls.read(0, 200)
+    for end in (200, 261, 322, 383):
+        if end > 200:
+            calls.read(reference.filled, end)
+            reference.read(end)
+        answer = calls.logits(end)
+        np.testing.assert_allclose(answer, reference.last(), atol=2e-4, err_msg=str(end))
+
+
+@pytest.mark.parametrize("engine", ["evict", pytest.param("kvzip", marks=SLOW)])
+def test_batch_mates_evict_each_for_itself(caller_of, engine: str):
     """What a row answers does not depend on who else evicts."""
-    caller = caller_of("evict")
+    caller = caller_of(engine)
     alone = {}
     for length in (50, 190):
         name = caller.name()
@@ -109,7 +189,9 @@ def test_batch_mates_evict_each_for_itself(caller_of):
     assert answer["tokens"].tolist() == [tokens.tolist() for tokens in alone.values()]
 
 
-def test_a_branch_goes_on_from_what_was_kept(evict):
+@pytest.mark.parametrize("engine", ["evict", "h2o"])
+def test_a_branch_goes_on_from_what_was_kept(caller_of, engine: str):
+    evict = caller_of(engine)
     name, branch = evict.name(), evict.name()
     for first in (0, 100):
         evict.generate(name, TEXT[first : first + 100], first, count=0)
@@ -150,7 +232,7 @@ def test_a_repeated_call_is_answered_alike_after_an_eviction(evict):
 
 
 def test_bytes_beside_the_pages_are_exact():
-    for name in ("evict", "evict_heads", "evict_whole"):
+    for name in ("evict", "evict_heads", "evict_whole", "h2o", "h2o_heads", "kvzip"):
         config = ENGINES[name]
         engine = Engine(tiny_model.CONFIG, tiny_model.make_weights(), config)
         assert engine.kept.nbytes == (config.slots + 1) * kept_bytes(
@@ -161,7 +243,6 @@ def test_bytes_beside_the_pages_are_exact():
 @pytest.mark.parametrize(
     ("cache", "budgets", "message"),
     [
-        ("h2o", (), "adds up the attention of every step"),
         ("ada_kv", (), "`tfkv calibrate`"),
         ("key_diff(interval=16)", (), "`interval` must be at least 64"),
         ("key_diff", ((1, 2, 3),), "`head_budgets` must be of"),
@@ -170,4 +251,10 @@ def test_bytes_beside_the_pages_are_exact():
 def test_what_cannot_work_in_an_artifact_is_refused(cache: str, budgets, message: str):
     config = EngineConfig(cache=cache, page_size=16, head_budgets=budgets)
     with pytest.raises(ConfigError, match=message):
+        Engine(tiny_model.CONFIG, tiny_model.make_weights(), config)
+
+
+def test_a_session_that_forgets_what_it_would_repeat_is_refused():
+    config = EngineConfig(**{**ENGINES["kvzip"].to_dict(), "history": 160})
+    with pytest.raises(ConfigError, match="`history` must be 0 or at least 336"):
         Engine(tiny_model.CONFIG, tiny_model.make_weights(), config)

@@ -69,6 +69,13 @@ def test_a_policy_that_evicts_takes_its_budget_and_the_pages_since(caps: str):
     assert plan_memory(tiny_model.CONFIG, engine, 100, MB).session_pages == 7
 
 
+def test_what_entries_got_takes_four_bytes_each():
+    engine = EngineConfig(cache="h2o(budget=64,recent=8)+int8", page_size=16)
+    short, long = (plan_memory(tiny_model.CONFIG, engine, n, MB) for n in (300, 500))
+    # Kept entries as above, and the 13 pages of a slot: budget, interval and what one call adds.
+    assert short.beside_bytes == long.beside_bytes == 4 * (64 * (2 * 12 + 4 + 4) + 13 * 16 * 4)
+
+
 def test_a_session_without_an_end_takes_what_its_window_does():
     engine = EngineConfig(cache="streaming_llm(window=61,sinks=3)", page_size=16)
     short, long = (plan_memory(tiny_model.CONFIG, engine, n, MB) for n in (400, 10**6))

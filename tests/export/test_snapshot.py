@@ -59,6 +59,19 @@ def test_a_restored_session_goes_on_as_the_first_would_have(caller_of, engine, l
     np.testing.assert_array_equal(answer["tokens"], expected["tokens"])
 
 
+def test_what_tokens_got_comes_back_with_them(caller_of):
+    """A session that was restored evicts what the first would have."""
+    caller, text = caller_of("h2o"), tiny_model.text(200, seed=320)
+    first, second = caller.name(), caller.name()
+    caller.generate(first, text[:90], count=0)
+    load(caller, second, dump(caller, first))
+    for name in (first, second):
+        assert caller.generate(name, text[90:], 90, count=0)["status"] == Status.OK
+    assert snapshot(caller, second, 0)["status"] == Status.NOT_REVERSIBLE, "both evicted"
+    answers = [caller.decode(name, [5], 200)["logits"] for name in (first, second)]
+    np.testing.assert_array_equal(*answers)
+
+
 def test_history_comes_back_with_its_kinds_and_logprobs(plain):
     first, second = plain.name(), plain.name()
     prompt = tiny_model.text(20, seed=310)

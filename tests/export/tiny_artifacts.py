@@ -84,6 +84,42 @@ ENGINES["evict_heads"] = EngineConfig(
         "head_budgets": [[16, 64], [40, 40]],
     }
 )
+# What got most attention, in a session that reads on: sums, and heads with budgets of their own.
+ENGINES["h2o"] = EngineConfig(
+    **{
+        **PLAIN.to_dict(),
+        "cache": "h2o(budget=40,sinks=2,recent=8)",
+        "slots": 3,
+    }
+)
+ENGINES["h2o_whole"] = EngineConfig(
+    **{
+        **ENGINES["evict_whole"].to_dict(),
+        "cache": "h2o(budget=40,sinks=2,recent=8,whole_prompt=True)+int8",
+    }
+)
+ENGINES["h2o_heads"] = EngineConfig(
+    **{
+        **ENGINES["evict_heads"].to_dict(),
+        "cache": "h2o(budget=40,sinks=2,recent=8,whole_prompt=True,caps='some')",
+    }
+)
+# What it takes to repeat the prompt, and what was looked at where nobody repeats it.
+ENGINES["kvzip"] = EngineConfig(
+    **{
+        **PLAIN.to_dict(),
+        "cache": "kvzip(budget=40,sinks=2,recent=8)",
+        "capacity": 256,
+        "slots": 3,
+        "repeat": [9, 8, 7, 6, 5],
+    }
+)
+ENGINES["kvzip_on"] = EngineConfig(
+    **{
+        **ENGINES["h2o"].to_dict(),
+        "cache": "kvzip(budget=40,sinks=2,recent=8,whole_prompt=False)",
+    }
+)
 # The first page, one that is selected, and the two newest, behind a layer that reads all.
 ENGINES["quest"] = EngineConfig(
     **{

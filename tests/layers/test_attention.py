@@ -50,6 +50,24 @@ def test_weights_are_those_of_the_output():
     np.testing.assert_allclose(FLOAT.mix(weights, values), attention.normalize(part), atol=1e-6)
 
 
+def test_shares_of_parts_are_the_weights_of_the_whole():
+    queries, keys, values, mask = _inputs()
+    sums = attention.log_sum(attention.attend(queries, keys, values, mask, FLOAT))
+    columns = {name: tf.linalg.matrix_transpose(part) for name, part in keys.items()}
+    found = [
+        attention.shares(
+            queries,
+            {name: part[..., a:b] for name, part in columns.items()},
+            mask[..., a:b],
+            FLOAT,
+            sums,
+        )
+        for a, b in ((0, 5), (5, 12))
+    ]
+    expected = attention.attention_weights(FLOAT.scores(queries, keys), mask)
+    np.testing.assert_allclose(tf.concat(found, axis=-1), expected, atol=1e-6)
+
+
 def test_a_query_that_sees_nothing_answers_zero():
     queries, keys, values, mask = _inputs()
     part = attention.attend(queries, keys, values, tf.zeros_like(mask), FLOAT)

@@ -84,7 +84,11 @@ def test_every_command_has_help(command):
 def test_export_options_are_those_of_the_engine():
     """A new field of `EngineConfig` needs an option, with the same default."""
     text = plain(run("export", "--help").output)
-    others = {"head_budgets": "--calibration", "layer_caches": "--layer-cache"}
+    others = {
+        "head_budgets": "--calibration",
+        "layer_caches": "--layer-cache",
+        "repeat": "--cache",
+    }
     for field in dataclasses.fields(EngineConfig):
         assert others.get(field.name, f"--{field.name.replace('_', '-')}") in text
 
