@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.saved_model import loader_impl
 
 from tfkv.calibration import Calibration
+from tfkv.config import EngineConfig
 from tfkv.errors import ExportError, Status
 from tfkv.export.importers import ModelSource
-from tfkv.manifest import Manifest, SignatureSpec
+from tfkv.export.lora_adapter import LoraAdapter
+from tfkv.manifest import MAX_STOP_TOKENS, Manifest, SignatureSpec
 
 #: Two logits nearer than this may change places through rounding alone (design: near ties).
 NEAR_TIE = 1e-4
@@ -84,53 +87,93 @@ def verify(
     version_dir: pathlib.Path,
     report: Callable[[str, int, int], None],
     calibration: Calibration | None = None,
+    adapters: Mapping[str, LoraAdapter] | None = None,
 ) -> None:
-    """Compares a written artifact with the Keras model of the same weights.
+    """Compares a written artifact with the Keras model of the same weights; with each adapter, of
+    the weights that it is merged into.
 
     Args:
         model: What was exported.
         version_dir: What was written.
         report: Progress callback.
         calibration: That it was exported with.
+        adapters: Likewise, by name.
 
     Raises:
         ExportError: They differ; it says where first.
     """
+    adapters = adapters or {}
+    names = ["", *adapters]
+    steps = 1 + 2 * len(names)
+    report("verify", 0, steps)
+    with LoadedArtifact(version_dir) as artifact:
+        report("verify", 1, steps)
+        said = []
+        for number, name in enumerate(names):
+            said.append(_ask(artifact, name))
+            report("verify", 2 + number, steps)
+        engine = artifact.manifest.engine
+    for number, (name, answer) in enumerate(zip(names, said, strict=True)):
+        try:
+            weights = adapters[name].merged(model.weights) if name else model.weights
+            _check(dataclasses.replace(model, weights=weights), engine, answer, calibration)
+        except ExportError as error:
+            raise ExportError(f"Adapter {name!r}: {error}" if name else str(error)) from error
+        report("verify", 2 + len(names) + number, steps)
+
+
+class _Said(NamedTuple):
+    """What an artifact says behind a prompt.
+
+    Attributes:
+        prompt: int ``[T]``.
+        logits: ``[V]`` after it.
+        sampled: Greedily, int ``[N]``.
+    """
+
+    prompt: np.ndarray
+    logits: np.ndarray
+    sampled: np.ndarray
+
+
+def _ask(artifact: LoadedArtifact, adapter: str) -> _Said:
+    """Has a session of its own answer a prompt."""
+    engine, model = artifact.engine, artifact.manifest.model
+    room = min(engine.capacity, model.context_length)
+    size = min(24, engine.prefill_tokens, room // 2)
+    prompt = np.random.default_rng(0).integers(0, model.vocabulary_size, size)
+    row = {
+        "session_id": [f"verify {adapter}"],
+        "adapter": [adapter],
+        "tokens": [prompt],
+        "length": [size],
+        "position": [0],
+    }
+    logits = artifact.call("decode", **row)
+    _expect_ok(logits, "decode")
+    count = min(engine.decode_chunk, room - size)
+    answer = artifact.call(
+        "generate", **row, max_new_tokens=[count], stop_tokens=[[-1] * MAX_STOP_TOKENS]
+    )
+    _expect_ok(answer, "generate")
+    artifact.call("close", session_id=row["session_id"])
+    return _Said(prompt, logits["logits"][0], answer["tokens"][0, : answer["count"][0]])
+
+
+def _check(
+    model: ModelSource, engine: EngineConfig, said: _Said, calibration: Calibration | None
+) -> None:
+    """Compares what an artifact says with the Keras model."""
     from tfkv.causal_lm import CausalLM
     from tfkv.export.kept_tokens import caches_of
     from tfkv.layers.cache_spec import CacheSpec
     from tfkv.layers.codecs import CODECS
 
-    steps = 3
-    report("verify", 0, steps)
-    with LoadedArtifact(version_dir) as artifact:
-        engine = artifact.manifest.engine
-        room = min(engine.capacity, model.config.context_length)
-        size = min(24, engine.prefill_tokens, room // 2)
-        prompt = np.random.default_rng(0).integers(0, model.config.vocabulary_size, size)
-        logits = artifact.call(
-            "decode", session_id=["verify"], tokens=[prompt], length=[size], position=[0]
-        )
-        _expect_ok(logits, "decode")
-        report("verify", 1, steps)
-        answer = artifact.call(
-            "generate",
-            session_id=["verify"],
-            tokens=[prompt],
-            length=[size],
-            position=[0],
-            max_new_tokens=[min(engine.decode_chunk, room - size)],
-            stop_tokens=[[-1] * 8],
-        )
-        _expect_ok(answer, "generate")
-        report("verify", 2, steps)
-    sampled = answer["tokens"][0, : answer["count"][0]]
-
     def expect(caches: list[CacheSpec]) -> np.ndarray:
         reference = CausalLM.from_weights(
             model.config, model.weights, cache=caches, capacity=engine.capacity
         )
-        return _through_cache(reference, prompt, sampled)
+        return _through_cache(reference, said.prompt, said.sampled)
 
     cache = CacheSpec.parse(engine.cache)
     caches = caches_of(model.config, cache, engine.head_budgets, calibration, engine.layer_caches)
@@ -139,8 +182,7 @@ def verify(
     # A code that falls to the other side through rounding moves those of the layers behind it:
     # two right computations with a lossy codec differ by about what the codec costs.
     noise = np.max(np.abs((expected if exact == caches else expect(exact)) - expected), axis=-1)
-    _compare(expected, size, logits["logits"][0], sampled, 2 * noise)
-    report("verify", 3, steps)
+    _compare(expected, len(said.prompt), said.logits, said.sampled, 2 * noise)
 
 
 def _through_cache(reference: object, prompt: np.ndarray, sampled: np.ndarray) -> np.ndarray:
