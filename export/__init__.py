@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from tfkv.export.calibrating import calibrate_model
     from tfkv.export.engine import Engine
     from tfkv.export.exporter import export
+    from tfkv.export.importers.keras_lora import lora_from_keras_nlp
     from tfkv.export.importers.keras_nlp import from_keras_nlp
+    from tfkv.export.lora_adapter import LoraAdapter
     from tfkv.export.planner import MemoryPlan, plan_memory
     from tfkv.export.verification import LoadedArtifact
 
@@ -26,11 +28,13 @@ __all__ = [
     "Engine",
     "EvalPlan",
     "LoadedArtifact",
+    "LoraAdapter",
     "MemoryPlan",
     "calibrate_model",
     "evaluate_caches",
     "export",
     "from_keras_nlp",
+    "lora_from_keras_nlp",
     "plan_memory",
 ]
 
@@ -38,11 +42,13 @@ _HOMES = {
     "Engine": "engine",
     "EvalPlan": "cache_eval",
     "LoadedArtifact": "verification",
+    "LoraAdapter": "lora_adapter",
     "MemoryPlan": "planner",
     "calibrate_model": "calibrating",
     "evaluate_caches": "cache_eval",
     "export": "exporter",
     "from_keras_nlp": "importers.keras_nlp",
+    "lora_from_keras_nlp": "importers.keras_lora",
     "plan_memory": "planner",
 }
 

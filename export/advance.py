@@ -9,6 +9,7 @@ import tensorflow as tf
 from tfkv import samplers
 from tfkv.config import EngineConfig
 from tfkv.errors import Finish, Status
+from tfkv.export.adapter_table import AdapterTable
 from tfkv.export.decoder import Fresh, PackedDecoder, Reading
 from tfkv.export.exact_tail import Tails
 from tfkv.export.history import History
@@ -80,6 +81,7 @@ class Advance:
         replay: Of texts that are judged by their repetition.
         history: What sessions said.
         table: Whose pages are whose.
+        adapters: Which row has which.
         engine: Limits of the artifact.
         prefill_piece: Tokens of a row prefilled at once.
     """
@@ -90,6 +92,7 @@ class Advance:
         replay: Replay,
         history: History,
         table: PageTable,
+        adapters: AdapterTable,
         engine: EngineConfig,
         prefill_piece: int,
     ) -> None:
@@ -97,6 +100,7 @@ class Advance:
         self.replay = replay
         self.history = history
         self.table = table
+        self.adapters = adapters
         self.engine = engine
         self.prefill_piece = prefill_piece
 
@@ -126,7 +130,7 @@ class Advance:
             slot, places, given, tf.zeros_like(given), tf.fill(tf.shape(given), NO_LOGPROB)
         )
         tokens_at = self.history.reader()
-        weights = self.decoder.read_weights()
+        weights = self.decoder.read_weights(self.adapters.of_owner(admission.tenant))
         shared = tf.where(found.filled > before, found.filled, 0)
         tails = self.decoder.tail.tails(slot, admission.fresh, shared, stored.reached, stored.floor)
         self.decoder.tail.begin(slot, tails.since)
@@ -193,7 +197,7 @@ class Advance:
             )
             parts, low = self.decoder.make_room(weights, parts, asks, count, reads_on=True)
             hidden, parts = self.decoder.prefill_piece(
-                weights,
+                weights.of_row(row),
                 parts,
                 tf.where(live, tokens, 0),
                 tf.where(live, places, -1),

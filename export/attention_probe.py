@@ -40,6 +40,7 @@ class AttentionProbe:
         table: tf.Tensor,
         filled: tf.Tensor,
         tails: Tails,
+        chosen: tf.Tensor,
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Weights of each row's query.
 
@@ -50,6 +51,7 @@ class AttentionProbe:
             table: int32 ``[B, columns]``, block-table rows.
             filled: int32 ``[B]``, most positions that were ever on the row's pages.
             tails: What is kept exactly of the rows.
+            chosen: int32 ``[B]``, number of each row's adapter; 0 = none.
 
         Returns:
             Weights float32 ``[B, N, S]``, and the position that each entry holds, int32
@@ -62,7 +64,7 @@ class AttentionProbe:
         scan = decoder.scan(table, tf.maximum(position, 0), tails.floor, position >= 0)
         at = position[:, tf.newaxis]
         reading = Reading(decoder.read_cache(), at, scan, tails, alone=True)
-        query, key = self._project(reading, token, layer)
+        query, key = self._project(reading, token, layer, chosen)
         first, *others = decoder.pools.pools
         scores = self._scores(first, query, position, entries, layer, table, tails)
         for pool in others:
@@ -113,11 +115,11 @@ class AttentionProbe:
         return near & self._decoder.tail.holds(codec, tails, position, entries) & (entries >= 0)
 
     def _project(
-        self, reading: Reading, token: tf.Tensor, layer: tf.Tensor
+        self, reading: Reading, token: tf.Tensor, layer: tf.Tensor, chosen: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Grouped query ``[B, K, G, H]`` and key ``[B, K, 1, H]`` of the token in its layer."""
         decoder, queries_at = self._decoder, reading.positions
-        weights = decoder.read_weights()
+        weights = decoder.read_weights(chosen)
         angles = decoder.turning.angles(queries_at)
         looks = decoder.looks(queries_at, queries_at)
 

@@ -18,6 +18,7 @@ from tfkv.export.geometry import CacheGeometry
 from tfkv.export.kept_tokens import Evicted, KeptTokens
 from tfkv.export.layer_options import Angles, LayerAngles, scoring_of
 from tfkv.export.layer_pools import Layer, LayerPools, Run
+from tfkv.export.packed_adapters import PackedAdapters
 from tfkv.export.packed_blocks import PackedBlocks, Weights, read_weights
 from tfkv.export.packed_weights import PackedWeights
 from tfkv.export.page_groups import write_key_groups
@@ -95,6 +96,7 @@ class PackedDecoder:
         kept: What a policy that evicts has kept beside them.
         geometry: Which positions lie where, and who sees them.
         scan_pages: Pages read at once; the scan's cost follows live pages in such steps.
+        adapters: What rows may add to the weights.
     """
 
     def __init__(
@@ -106,9 +108,11 @@ class PackedDecoder:
         kept: KeptTokens,
         geometry: CacheGeometry,
         scan_pages: int,
+        adapters: PackedAdapters | None = None,
     ) -> None:
         self.config = config
         self.weights = weights
+        self.adapters = adapters
         self.blocks = PackedBlocks(config)
         self.turning = LayerAngles(config)
         self.pools = pools
@@ -119,9 +123,9 @@ class PackedDecoder:
         # Layers share a codec where tokens are evicted.
         self.mass = AttentionMass(config, geometry, pools.pools[0], kept, scan_pages)
 
-    def read_weights(self) -> Weights:
-        """All weights as tensors, for use inside loops."""
-        return read_weights(self.weights)
+    def read_weights(self, chosen: tf.Tensor | None = None) -> Weights:
+        """All weights as tensors, for use inside loops; `chosen` as in `Weights`."""
+        return read_weights(self.weights, self.adapters, chosen)
 
     def read_cache(self) -> Parts:
         """The pools, and what is kept beside them, as tensors."""

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfkv.config import DecoderConfig, EngineConfig
 from tfkv.errors import INPUT_NUMBERS, ConfigError, Status
+from tfkv.export.adapter_table import AdapterTable, check_name
 from tfkv.export.advance import Advance
 from tfkv.export.attention_probe import AttentionProbe
 from tfkv.export.decoder import PackedDecoder
@@ -17,6 +18,8 @@ from tfkv.export.geometry import CacheGeometry
 from tfkv.export.history import History
 from tfkv.export.kept_tokens import KeptTokens
 from tfkv.export.layer_pools import LayerPools
+from tfkv.export.lora_adapter import LoraAdapter
+from tfkv.export.packed_adapters import PackedAdapters
 from tfkv.export.packed_weights import PackedWeights
 from tfkv.export.page_copies import PageCopies, Piece
 from tfkv.export.page_table import PageTable
@@ -42,10 +45,11 @@ class Engine(tf.Module):
         engine: What to compile for.
         fingerprint: Of weights and configuration; `restore` takes no other's pages.
         calibration: Of the same weights, for a codec that needs one.
+        adapters: By name, checked against the weights.
 
     Raises:
         ConfigError: Model and engine do not fit together, or the codec needs a calibration that
-            was not given.
+            was not given; or the policy and an adapter do not.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class Engine(tf.Module):
         engine: EngineConfig,
         fingerprint: str = "",
         calibration: CodecTables | None = None,
+        adapters: Mapping[str, LoraAdapter] | None = None,
     ) -> None:
         super().__init__(name="tfkv")
         self.fingerprint = fingerprint
@@ -65,6 +70,12 @@ class Engine(tf.Module):
         self._codec_tables = codec.tables  # as attributes they are saved
         self.geometry = geometry.with_codec(codec)
         self.weights = PackedWeights(config, weights, engine.weights)
+        adapters = adapters or {}
+        _check_adapters(adapters, self.geometry)
+        self.adapter_weights = PackedAdapters(config, tuple(adapters.values()))
+        self.adapters = AdapterTable(
+            {name: adapter.fingerprint for name, adapter in adapters.items()}, engine.slots
+        )
         pages = pool_pages(config, engine)
         self.pools = LayerPools(
             config, self.geometry.codecs, self.geometry.selects, pages, engine.page_size
@@ -73,18 +84,31 @@ class Engine(tf.Module):
             engine.slots, pages, self.geometry, engine.prefill_tokens + engine.decode_chunk
         )
         self.sessions = SessionTable(
-            engine.slots, engine.ttl_ms, self.table, engine.tenant_sessions
+            engine.slots, engine.ttl_ms, self.table, engine.tenant_sessions, self.adapters
         )
         self.history = History(engine.slots, engine.history or config.context_length)
         self.stats = Stats(self.sessions, self.history, self.pools, self.table)
         self.tail = ExactTail(config, self.geometry.codecs, engine.slots)
         self.kept = KeptTokens(config, self.geometry, engine)
         self.decoder = PackedDecoder(
-            config, self.weights, self.pools, self.tail, self.kept, self.geometry, engine.scan_pages
+            config,
+            self.weights,
+            self.pools,
+            self.tail,
+            self.kept,
+            self.geometry,
+            engine.scan_pages,
+            self.adapter_weights,
         )
         self.replay = Replay(self.decoder, engine.repeat, PREFILL_PIECE, self.history.size)
         self._advance = Advance(
-            self.decoder, self.replay, self.history, self.table, engine, PREFILL_PIECE
+            self.decoder,
+            self.replay,
+            self.history,
+            self.table,
+            self.adapters,
+            engine,
+            PREFILL_PIECE,
         )
         self._probe = AttentionProbe(self.decoder)
         self._copies = PageCopies(
@@ -178,7 +202,12 @@ class Engine(tf.Module):
             width: int32 ``[B]``, width of the tokens before they were padded.
         """
         refusal = check_request(
-            names, request, self.config.vocabulary_size, self.engine.decode_chunk, width
+            names,
+            request,
+            self.adapters,
+            self.config.vocabulary_size,
+            self.engine.decode_chunk,
+            width,
         )
 
         def serve() -> Answer:
@@ -298,7 +327,9 @@ class Engine(tf.Module):
         refusal = refusal.when(position == 0, Status.EMPTY, 0)
         earliest = self._earliest(source.reached, source.floor)
         refusal = refusal.when(position < earliest, Status.NOT_REVERSIBLE, earliest)
-        # Made already? Then it must begin with the same tokens.
+        # Made already? Then it must begin with the same tokens, and have the same adapter.
+        adapter = self.adapters.read(tf.where(found < 0, spare, found))
+        refusal = self.sessions.refuse_other(adapter, exists, refusal)
         differs = self.history.first_difference(source, old, position)
         clash = (exists >= 0) & (differs < position)
         refusal = refusal.when(clash, Status.CONFLICT, differs)
@@ -306,7 +337,7 @@ class Engine(tf.Module):
         first = first_of_session(branch.keys(), ok)
         refusal = refusal.when(first != tf.range(tf.size(first)), Status.BUSY, first)
         needs = (refusal.status == Status.OK) & (exists < 0)
-        made, _, refusal = self.sessions.open(branch, needs, refusal, now)
+        made, _, refusal = self.sessions.open(branch, needs, refusal, now, adapter)
         slot = tf.where(made < 0, spare, made)
         origin = tf.where(made < 0, spare, found)
         filled = tf.minimum(source.filled, position)
@@ -380,12 +411,15 @@ class Engine(tf.Module):
             self.tail.tails(
                 slot, tf.zeros_like(ok), tf.zeros_like(slot), stored.reached, stored.floor
             ),
+            self.adapters.read(slot),
         )
         weights = tf.where(ok[:, tf.newaxis, tf.newaxis], weights, 0.0)
         entries = tf.where(entries < stored.held[:, tf.newaxis], entries, -1)
         return weights, entries, stored.held, refusal.status, refusal.detail
 
-    def snapshot(self, names: Names, page: tf.Tensor) -> tuple[Piece, tuple[tf.Tensor, ...]]:
+    def snapshot(
+        self, names: Names, page: tf.Tensor
+    ) -> tuple[Piece, tf.Tensor, tuple[tf.Tensor, ...]]:
         """One page of each session.
 
         Args:
@@ -393,10 +427,12 @@ class Engine(tf.Module):
             page: int32 ``[B]``, which page, from 0.
 
         Returns:
-            The piece; tokens held, status and detail, int32 ``[B]`` each.
+            The piece; string ``[B]``, of which artifact and adapter it is; tokens held, status
+            and detail, int32 ``[B]`` each.
         """
-        piece, refusal = self.sessions.locked(lambda: self._copies.read(names, page))
-        return piece, (piece.held, refusal.status, refusal.detail)
+        piece, refusal, adapter = self.sessions.locked(lambda: self._copies.read(names, page))
+        marks = tf.gather(self.adapters.marks(self.fingerprint), adapter)
+        return piece, marks, (piece.held, refusal.status, refusal.detail)
 
     def restore(
         self,
@@ -411,7 +447,7 @@ class Engine(tf.Module):
         Args:
             names: Who calls.
             piece: What to add.
-            fingerprint: string ``[B]``, of the artifact that it was read from.
+            fingerprint: string ``[B]``, what `snapshot` said of artifact and adapter.
             ttl_ms: int64 ``[B]``.
             pin: int32 ``[B]``.
 
@@ -420,8 +456,9 @@ class Engine(tf.Module):
         """
         zeros = tf.zeros_like(piece.page)
         refusal = Refusal(zeros, zeros)
+        adapter = self.adapters.of_mark(fingerprint, self.fingerprint)
         wrong = {
-            "fingerprint": fingerprint != self.fingerprint,
+            "fingerprint": adapter < 0,
             "pin": (pin < 0) | (pin > 1),
             "ttl_ms": ttl_ms < 0,
         }
@@ -429,7 +466,7 @@ class Engine(tf.Module):
             refusal = refusal.when(holds, Status.INVALID, INPUT_NUMBERS[name])
 
         def bring() -> tuple[tf.Tensor, Refusal]:
-            held, refused, made = self._copies.write(names, piece, refusal, ttl_ms, pin)
+            held, refused, made = self._copies.write(names, piece, adapter, refusal, ttl_ms, pin)
             self.stats.add_one("sessions_opened", made)
             return held, refused
 
@@ -461,11 +498,24 @@ def _resources(engine: Engine) -> list[tf.saved_model.experimental.TrackableReso
     """Every resource of the graph, tracked so that an export finds it."""
     sides = [side for pool in engine.pools.pools for side in pool.variables.values()]
     pools = [variable for side in sides for variable in side.values()]
-    owners = (engine.history, engine.stats, engine.tail)
+    owners = (engine.history, engine.stats, engine.tail, engine.adapters)
     parts = [part for owner in owners for part in vars(owner).values()]
     parts += [*engine.table.variables, *engine.tail.variables.values()]
     parts += [variable for inner in engine.kept.variables.values() for variable in inner.values()]
     return pools + [part for part in parts if isinstance(part, TransientVariable)]
+
+
+def _check_adapters(adapters: Mapping[str, LoraAdapter], geometry: CacheGeometry) -> None:
+    """Raises `ConfigError` where an adapter has no name to call it by, or the policy would judge
+    its tokens by other weights than they were made with."""
+    for name, adapter in adapters.items():
+        check_name(name)
+        if geometry.cache.policy.evicts and "attention_output" in adapter.targets:
+            raise ConfigError(
+                f"Policies that evict score values by the base's output projection, and adapter "
+                f"{name!r} adds to it. Received: cache={str(geometry.cache)!r}. Choose a policy "
+                "that does not evict, or merge the adapter."
+            )
 
 
 def pool_pages(config: DecoderConfig, engine: EngineConfig) -> int:

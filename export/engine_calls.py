@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import tensorflow as tf
@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfkv.config import EngineConfig
 from tfkv.export.engine import Engine
 from tfkv.export.importers import ModelSource
+from tfkv.export.lora_adapter import LoraAdapter
 from tfkv.export.signatures import build_signatures
 from tfkv.export.verification import complete_inputs
 from tfkv.layers.codecs import CodecTables
@@ -25,6 +26,7 @@ class EngineCalls:
         model: Architecture, weights and stop tokens.
         engine: What to compile for.
         calibration: Of the same weights, for a codec that needs one.
+        adapters: By name, checked against the weights.
 
     Attributes:
         engine: Likewise.
@@ -34,12 +36,21 @@ class EngineCalls:
     """
 
     def __init__(
-        self, model: ModelSource, engine: EngineConfig, calibration: CodecTables | None = None
+        self,
+        model: ModelSource,
+        engine: EngineConfig,
+        calibration: CodecTables | None = None,
+        adapters: Mapping[str, LoraAdapter] | None = None,
     ) -> None:
         self.engine = engine
-        self._engine = Engine(model.config, model.weights, engine, calibration=calibration)
+        self._engine = Engine(
+            model.config, model.weights, engine, calibration=calibration, adapters=adapters
+        )
         self._table = signature_table(
-            engine, model.stop_tokens[:MAX_STOP_TOKENS], self._engine.page_bytes
+            engine,
+            model.stop_tokens[:MAX_STOP_TOKENS],
+            self._engine.page_bytes,
+            bool(adapters),
         )
         self._signatures = build_signatures(self._engine, self._table)
         self._traced: dict[str, Callable[..., dict[str, tf.Tensor]]] = {}

@@ -7,7 +7,7 @@ import hashlib
 import pathlib
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import tensorflow as tf
 
@@ -16,8 +16,10 @@ from tfkv.calibration import Calibration, fingerprint_of
 from tfkv.config import EngineConfig
 from tfkv.errors import ExportError
 from tfkv.export import model_text
+from tfkv.export.adapter_sources import load_adapters
 from tfkv.export.engine import Engine
 from tfkv.export.importers import ModelSource, load
+from tfkv.export.lora_adapter import LoraAdapter
 from tfkv.export.signatures import build_signatures
 from tfkv.export.text_signature import TextFace
 from tfkv.export.verification import verify
@@ -47,6 +49,7 @@ def export(
     *,
     cache: str | None = None,
     calibration: Calibration | str | pathlib.Path | None = None,
+    adapters: Mapping[str, object] | None = None,
     progress: Progress | None = None,
 ) -> pathlib.Path:
     """Turns a model into an artifact, and proves it before anyone can see it.
@@ -62,13 +65,16 @@ def export(
         cache: Cache string, in place of the engine's.
         calibration: Of the same weights, or its file, for a policy that shares its budget out or
             a codec that needs one.
+        adapters: Fine-tunings with LoRA that sessions may name, beside the base that has no name:
+            name to a keras-nlp model with LoRA weights, a ``.lora.h5`` file of its
+            ``backbone.save_lora_weights``, or a `LoraAdapter` or its file.
         progress: Called as the export goes on.
 
     Returns:
         The version directory.
 
     Raises:
-        ModelSourceError: The source cannot be read.
+        ModelSourceError: The source cannot be read; or an adapter cannot, or is of another model.
         ConfigError: Model and engine do not fit together.
         ExportError: The artifact does not answer as the model does; nothing is left.
     """
@@ -79,6 +85,7 @@ def export(
     config = dataclasses.replace(config, cache=str(spec))
     report("import", 0, 1)
     model = load(source)
+    named = load_adapters(adapters or {}, model, source)
     report("import", 1, 1)
     spec, exceptions = normal_form(spec, model.config.num_layers, config.layer_caches)
     config = dataclasses.replace(config, cache=str(spec), layer_caches=exceptions)
@@ -89,8 +96,8 @@ def export(
     stage = pathlib.Path(tempfile.mkdtemp(prefix=".writing-", dir=root))
     try:
         stage.chmod(0o755)  # mkdtemp keeps others out; a server is another user
-        _write(model, config, tables, stage, report)
-        verify(model, stage, report, tables)
+        _write(model, config, tables, named, stage, report)
+        verify(model, stage, report, tables, named)
         return _publish(stage, root)
     finally:
         shutil.rmtree(stage, ignore_errors=True)
@@ -145,15 +152,16 @@ def _write(
     model: ModelSource,
     config: EngineConfig,
     tables: Calibration | None,
+    adapters: Mapping[str, LoraAdapter],
     stage: pathlib.Path,
     report: Progress,
 ) -> None:
     steps = 4
     report("export", 0, steps)
     fingerprint = _fingerprint(model, config, tables)
-    engine = Engine(model.config, model.weights, config, fingerprint, tables)
+    engine = Engine(model.config, model.weights, config, fingerprint, tables, adapters)
     stops = model.stop_tokens[:MAX_STOP_TOKENS]
-    table = signature_table(config, stops, engine.page_bytes)
+    table = signature_table(config, stops, engine.page_bytes, bool(adapters))
     face = TextFace(model) if config.text else None
     if face is not None:
         table["generate_text"] = text_signature()
@@ -190,6 +198,7 @@ def _manifest(model: ModelSource, engine: Engine, table: dict) -> Manifest:
         chat_template=model.chat_template,
         special_tokens=dict(model.special_tokens),
         source=model.description,
+        adapters=engine.adapters.fingerprints,
         tfkv_version=__version__,
     )
 
@@ -197,7 +206,7 @@ def _manifest(model: ModelSource, engine: Engine, table: dict) -> Manifest:
 def _fingerprint(
     model: ModelSource, config: EngineConfig, tables: Calibration | None = None
 ) -> str:
-    """Equal for equal weights, architecture and cache, tables of its codec included."""
+    """Equal for equal weights of the base, architecture and cache, tables of its codec included."""
     beyond = f"{config.head_budgets or ''}{config.layer_caches or ''}{config.repeat or ''}"
     if config.weights != "float32":
         beyond += config.weights

@@ -11,6 +11,7 @@ from tfkv.config import DecoderConfig
 from tfkv.export.layer_options import Angles
 from tfkv.export.layer_pools import Layer
 from tfkv.export.matrices import Matrix, StoredMatrix
+from tfkv.export.packed_adapters import CHOSEN, FEED_FORWARD, PackedAdapters, add_low_rank
 from tfkv.export.packed_weights import PackedWeights
 from tfkv.layers.feed_forward import activate, mix_experts, route
 from tfkv.layers.normalization import normalize, rms_normalize
@@ -35,16 +36,42 @@ Block = dict[str, Any]
 
 
 class Weights(NamedTuple):
-    """`PackedWeights` read once for a computation."""
+    """`PackedWeights` read once for a computation, and `PackedAdapters` where rows have some.
+
+    Attributes:
+        embedding: ``[V, D]``.
+        output: ``[V, D]``.
+        outer: Beside the blocks.
+        stacked: Of the blocks, layers first.
+        adapters: What adapters add to those.
+        chosen: int32 ``[B]``, number of each row's adapter, 0 = none; None where none has one.
+    """
 
     embedding: Matrix
     output: Matrix
     outer: Block
     stacked: Block
+    adapters: Block
+    chosen: tf.Tensor | None
+
+    def of_row(self, row: tf.Tensor) -> Weights:
+        """Those of one row, ``[1]``, by its number."""
+        if self.chosen is None:
+            return self
+        return self._replace(chosen=tf.gather(self.chosen, row)[tf.newaxis])
 
 
-def read_weights(packed: PackedWeights) -> Weights:
-    """All weights as tensors, for use inside loops."""
+def read_weights(
+    packed: PackedWeights, adapters: PackedAdapters | None = None, chosen: tf.Tensor | None = None
+) -> Weights:
+    """All weights as tensors, for use inside loops.
+
+    Args:
+        packed: Those of the base.
+        adapters: What adapters add to them.
+        chosen: See `Weights`; where left out, adapters are not read.
+    """
+    stacks = adapters.stacked if adapters is not None and chosen is not None else {}
     return Weights(
         packed.embedding.read(),
         packed.output.read(),
@@ -53,6 +80,8 @@ def read_weights(packed: PackedWeights) -> Weights:
             name: weight.read() if isinstance(weight, StoredMatrix) else weight.read_value()
             for name, weight in packed.stacked.items()
         },
+        {name: factors.read_value() for name, factors in stacks.items()},
+        chosen if stacks else None,
     )
 
 
@@ -86,11 +115,18 @@ class PackedBlocks:
             index = layer.feed if name in (*_DENSE, *_SPARSE) else layer.number
             return value.at(index) if isinstance(value, Matrix) else value[index]
 
-        return {
+        own = {
             name: of_layer(name, value)
             for name, value in weights.stacked.items()
             if name not in others
         }
+        if weights.chosen is None:
+            return own
+        for name, factors in weights.adapters.items():
+            feeds = name.startswith(FEED_FORWARD)
+            if not (feeds and layer.sparse):
+                own[name] = factors[layer.feed if feeds else layer.number]
+        return {**own, CHOSEN: weights.chosen}
 
     def project(
         self, w: Block, x: tf.Tensor, angles: Angles
@@ -103,6 +139,10 @@ class PackedBlocks:
         q, k, v = tf.split(
             tf.reshape(fused, [*shape_of(x)[:2], sum(heads), c.head_dim]), heads, axis=2
         )
+        q, k, v = (
+            add_low_rank(w, name, normal, product)
+            for name, product in (("query", q), ("key", k), ("value", v))
+        )
         epsilon = c.attention.query_key_epsilon
         if epsilon:
             q = rms_normalize(q, w["query_norm"], epsilon)
@@ -114,6 +154,7 @@ class PackedBlocks:
     def attention_output(self, w: Block, seen: tf.Tensor) -> tf.Tensor:
         """What attention adds, of what its heads saw, ``[A, T, N · H]``."""
         added = linear(seen, w["attention_output"], w.get("attention_output_bias"))
+        added = add_low_rank(w, "attention_output", seen, added)
         if not self.config.norms.post_attention:
             return added
         return self._normal(w, "post_attention_norm", added)
@@ -126,9 +167,15 @@ class PackedBlocks:
             added = self._experts(w, normal, c.experts)
         else:
             inner = linear(normal, w["gate_up"], w.get("gate_up_bias"))
-            gate, up = tf.split(inner, 2, axis=-1) if c.feed_forward.gated else (inner, None)
-            inner = activate(gate, up, c.feed_forward.activation)
+            # Without a gate, what is activated is called `up`.
+            names = ("gate", "up") if c.feed_forward.gated else ("up",)
+            parts = tf.split(inner, len(names), axis=-1) if c.feed_forward.gated else [inner]
+            gate, *up = (
+                add_low_rank(w, name, normal, part) for name, part in zip(names, parts, strict=True)
+            )
+            inner = activate(gate, up[0] if up else None, c.feed_forward.activation)
             added = linear(inner, w["down"], w.get("down_bias"))
+            added = add_low_rank(w, "down", inner, added)
         if not c.norms.post_feedforward:
             return added
         return self._normal(w, "post_feedforward_norm", added)

@@ -84,8 +84,9 @@ class PageCopies:
         #: Most tokens a session can have to be copied.
         self.limit = min(geometry.layout.entries, geometry.positions, history.size)
 
-    def read(self, names: Names, page: tf.Tensor) -> tuple[Piece, Refusal]:
-        """A page of each session, under the lock; a refused row gets zeros and no bytes."""
+    def read(self, names: Names, page: tf.Tensor) -> tuple[Piece, Refusal, tf.Tensor]:
+        """A page of each session, under the lock, and the number of its adapter; a refused row
+        gets zeros and no bytes."""
         zeros = tf.zeros_like(page)
         refusal = Refusal(zeros, zeros).when(names.probes(), Status.INVALID, 1)
         refusal = refusal.when(page < 0, Status.INVALID, INPUT_NUMBERS["page"])
@@ -122,16 +123,23 @@ class PageCopies:
             said(stored.logprobs, NO_LOGPROB),
             tf.where(ok, self._bytes_of(slot, page, physical), ""),
         )
-        return piece, refusal
+        return piece, refusal, tf.where(ok, self._sessions.adapters.read(slot), 0)
 
     def write(
-        self, names: Names, piece: Piece, refusal: Refusal, ttl_ms: tf.Tensor, pin: tf.Tensor
+        self,
+        names: Names,
+        piece: Piece,
+        adapter: tf.Tensor,
+        refusal: Refusal,
+        ttl_ms: tf.Tensor,
+        pin: tf.Tensor,
     ) -> tuple[tf.Tensor, Refusal, tf.Tensor]:
         """Adds a page to each session, under the lock.
 
         Args:
             names: The sessions; page 0 makes them.
             piece: What to add.
+            adapter: int32 ``[B]``, which the sessions have.
             refusal: Rows that are refused already.
             ttl_ms: int64 ``[B]``.
             pin: int32 ``[B]``.
@@ -147,6 +155,7 @@ class PageCopies:
         found = tf.cast(self._sessions.find(names), tf.int32)
         stored = self._history.recall(tf.where(found < 0, spare, found), found < 0)
         refusal = refusal.when((found < 0) & (piece.page > 0), Status.UNKNOWN, 0)
+        refusal = self._sessions.refuse_other(adapter, found, refusal)
         refusal = self._compare(piece, stored, begin, end, refusal)
         first = first_of_session(names.keys(), refusal.status == Status.OK)
         refusal = refusal.when(first != tf.range(tf.size(first)), Status.BUSY, first)
@@ -156,7 +165,7 @@ class PageCopies:
             adds & (filled > begin), refusal, self._sessions.retry_after(now)
         )
         opens = (refusal.status == Status.OK) & (found < 0)
-        made, _, refusal = self._sessions.open(names, opens, refusal, now)
+        made, _, refusal = self._sessions.open(names, opens, refusal, now, adapter)
         served = refusal.status == Status.OK
         adds &= served
         slot = tf.where(found < 0, made, found)

@@ -84,7 +84,7 @@ class Replay:
             which = tf.gather(order, index)
             row = Evicted(*(tf.gather(field, which) for field in rows))
             own = Tails(*(tf.gather(field, which)[tf.newaxis] for field in tails))
-            said = self._of_row(weights, {**parts, "mass": mass}, row, own, tokens_at)
+            said = self._of_row(weights.of_row(which), {**parts, "mass": mass}, row, own, tokens_at)
             return index + 1, said["mass"]
 
         times = tf.reduce_sum(tf.cast(due, tf.int32))

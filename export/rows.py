@@ -73,7 +73,8 @@ class Admission(NamedTuple):
         first: int32 ``[B]``, first row of the same session; it counts, the others copy it.
         status: int32 ``[B]``, OK or why the row goes no further.
         detail: int32 ``[B]``.
-        tenant: int64 ``[B]``, number of the caller's tenant.
+        tenant: int64 ``[B]``, number of the caller's tenant, and of its adapter: see
+            `AdapterTable.owner`.
         retry_ms: int32 ``[1]``, until the earliest session expires.
         now_ms: int64 ``[1]``.
     """

@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeVar
 import tensorflow as tf
 
 from tfkv.errors import INPUT_NUMBERS, Status
+from tfkv.export.adapter_table import ANOTHER, NO_SUCH, AdapterTable
 from tfkv.export.page_table import PageTable
 from tfkv.export.plan import Refusal
 from tfkv.export.rows import Admission, Request
@@ -66,13 +67,17 @@ class SessionTable(tf.Module):
         ttl_ms: Lifetime where the caller does not say.
         pages: Whose pages go back when a session ends.
         quota: Most sessions a tenant may hold; 0 = any number.
+        adapters: Which session has which.
     """
 
-    def __init__(self, slots: int, ttl_ms: int, pages: PageTable, quota: int) -> None:
+    def __init__(
+        self, slots: int, ttl_ms: int, pages: PageTable, quota: int, adapters: AdapterTable
+    ) -> None:
         super().__init__(name="sessions")
         self.slots = slots
         self.ttl_ms = ttl_ms
         self.quota = quota
+        self.adapters = adapters
         self._pages = pages
         self.slot_of = tf.lookup.experimental.MutableHashTable(
             tf.string, tf.int64, default_value=-1, name="slot_of"
@@ -153,9 +158,11 @@ class SessionTable(tf.Module):
         absent = slot < 0
         refusal = refusal.when(absent & (request.position > 0), Status.UNKNOWN, 0)
         refusal = refusal.when(absent & (request.length == 0), Status.EMPTY, 0)
+        adapter = self.adapters.number(names.adapter)
+        refusal = self.refuse_other(adapter, slot, refusal)
         first = first_of_session(keys, refusal.status == Status.OK)
         needs = absent & (first == rows) & (refusal.status == Status.OK)
-        given, tenant, refusal = self.open(names, needs, refusal, now)
+        given, tenant, refusal = self.open(names, needs, refusal, now, adapter)
         same = _copies(names, request, first)
         refusal = refusal.when(~same, Status.BUSY, first)
         # Copies of a row share what it got, and its refusal; a row that differs stands alone.
@@ -169,13 +176,29 @@ class SessionTable(tf.Module):
             first=first,
             status=status,
             detail=detail,
-            tenant=tenant,
+            tenant=self.adapters.owner(tenant, adapter),
             retry_ms=self.retry_after(now)[tf.newaxis],
             now_ms=now[tf.newaxis],
         )
 
+    def refuse_other(self, adapter: tf.Tensor, slot: tf.Tensor, refusal: Refusal) -> Refusal:
+        """Refuses rows whose session, if there is one, has another adapter.
+
+        Args:
+            adapter: int32 ``[B]``, the one it should have.
+            slot: int32 ``[B]``; −1 = there is none.
+            refusal: What was refused already.
+        """
+        other = (slot >= 0) & (self.adapters.read(tf.maximum(slot, 0)) != adapter)
+        return refusal.when(other, Status.ADAPTER, ANOTHER)
+
     def open(
-        self, names: Names, needs: tf.Tensor, refusal: Refusal, now: tf.Tensor
+        self,
+        names: Names,
+        needs: tf.Tensor,
+        refusal: Refusal,
+        now: tf.Tensor,
+        adapter: tf.Tensor,
     ) -> tuple[tf.Tensor, tf.Tensor, Refusal]:
         """Makes sessions.
 
@@ -184,6 +207,7 @@ class SessionTable(tf.Module):
             needs: bool ``[B]``, rows that need a session, each of another name.
             refusal: What was refused already.
             now: int64 milliseconds.
+            adapter: int32 ``[B]``, which each session shall have.
 
         Returns:
             Slot of each row, int32, −1 where it got none; its tenant's number; what is
@@ -196,7 +220,7 @@ class SessionTable(tf.Module):
         nowhere = tf.zeros_like(refusal.status) - 1
         slot, full = tf.cond(
             tf.reduce_any(needs),
-            lambda: self._allocate(names.keys(), needs, tenant),
+            lambda: self._allocate(names.keys(), needs, tenant, adapter),
             lambda: (nowhere, needs),
         )
         slot, full = _vector(slot), _vector(full)
@@ -240,7 +264,7 @@ class SessionTable(tf.Module):
         return holds + tf.reduce_sum(earlier, axis=1) > self.quota
 
     def _allocate(
-        self, keys: tf.Tensor, needs: tf.Tensor, tenant: tf.Tensor
+        self, keys: tf.Tensor, needs: tf.Tensor, tenant: tf.Tensor, adapter: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Lowest free slots for the rows that need one: slot or −1, and whether none was left."""
         free = tf.cast(tf.where(self.expiry.read()[: self.slots] == 0)[:, 0], tf.int32)
@@ -257,6 +281,7 @@ class SessionTable(tf.Module):
         self.tenant_of_slot.assign(
             tf.tensor_scatter_nd_update(self.tenant_of_slot.read(), where, owners)
         )
+        self.adapters.write(new_slots, tf.boolean_mask(adapter, granted))
         # Expired at once, were the call to end before it publishes.
         once = tf.fill(tf.shape(new_slots), tf.constant(UNSERVED, tf.int64))
         self.expiry.assign(tf.tensor_scatter_nd_update(self.expiry.read(), where, once))
@@ -281,13 +306,19 @@ class SessionTable(tf.Module):
 
 
 def check_request(
-    names: Names, request: Request, vocabulary: int, decode_chunk: int, width: tf.Tensor
+    names: Names,
+    request: Request,
+    adapters: AdapterTable,
+    vocabulary: int,
+    decode_chunk: int,
+    width: tf.Tensor,
 ) -> Refusal:
     """Refuses rows with a value out of range; ``detail`` is the input's number.
 
     Args:
         names: Who calls.
         request: What they ask for, padded.
+        adapters: Which there are.
         vocabulary: Token ids are below it.
         decode_chunk: Most tokens one call samples.
         width: int32, width of `tokens` as it came, before it was padded.
@@ -318,7 +349,7 @@ def check_request(
     which = tf.gather(numbers, tf.argmax(tf.cast(holds, tf.int32), axis=1))
     none = tf.zeros_like(r.length)
     refusal = Refusal(none, none).when(tf.reduce_any(holds, axis=1), Status.INVALID, which)
-    return refusal.when(tf.strings.length(names.adapter) > 0, Status.ADAPTER, 0)
+    return refusal.when(adapters.number(names.adapter) < 0, Status.ADAPTER, NO_SUCH)
 
 
 def _vector(x: tf.Tensor) -> tf.Tensor:

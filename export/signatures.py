@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable
 
 import tensorflow as tf
@@ -82,7 +83,7 @@ def build_signatures(
     bodies["close"] = lambda inputs: _row_answer(engine, engine.close(_names(inputs)))
     if face is not None:
         bodies["generate_text"] = text_body(engine, face, bodies["generate"])
-    bodies["stats"] = lambda inputs: engine.stats.read(tf.size(inputs["session_id"]))
+    bodies["stats"] = lambda inputs: _stats(engine, tf.size(inputs["session_id"]))
     return {name: _signature(spec, bodies[name], name) for name, spec in table.items()}
 
 
@@ -210,10 +211,16 @@ def _attention(engine: Engine, inputs: Tensors) -> Tensors:
 
 
 def _snapshot(engine: Engine, inputs: Tensors) -> Tensors:
-    piece, answer = engine.snapshot(_names(inputs), inputs["page"])
+    piece, fingerprint, answer = engine.snapshot(_names(inputs), inputs["page"])
     fields = {name: value for name, value in piece._asdict().items() if name != "page"}
-    fingerprint = tf.fill([tf.size(inputs["page"])], engine.fingerprint)
     return {**fields, "fingerprint": fingerprint, **_row_answer(engine, answer)}
+
+
+def _stats(engine: Engine, rows: tf.Tensor) -> Tensors:
+    values = engine.stats.read(rows)
+    if not engine.adapters.fingerprints:
+        return values
+    return {**values, "adapters": tf.fill([rows], json.dumps(engine.adapters.fingerprints))}
 
 
 def _batched(engine: Engine, signature: str) -> Callable[[Tensors], Tensors]:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.saved_model import loader_impl
 
 from tfkv.calibration import Calibration
+from tfkv.config import EngineConfig
 from tfkv.errors import ExportError, Status
 from tfkv.export.importers import ModelSource
-from tfkv.manifest import Manifest, SignatureSpec
+from tfkv.export.lora_adapter import LoraAdapter
+from tfkv.export.packed_weights import as_served
+from tfkv.manifest import MAX_STOP_TOKENS, Manifest, SignatureSpec
 
 #: Two logits nearer than this may change places through rounding alone (design: near ties).
 NEAR_TIE = 1e-4
@@ -84,56 +88,101 @@ def verify(
     version_dir: pathlib.Path,
     report: Callable[[str, int, int], None],
     calibration: Calibration | None = None,
+    adapters: Mapping[str, LoraAdapter] | None = None,
 ) -> None:
-    """Compares a written artifact with the Keras model of the same weights.
+    """Compares a written artifact with the Keras model of the same weights; with each adapter, of
+    the weights that it is merged into.
 
     Args:
         model: What was exported.
         version_dir: What was written.
         report: Progress callback.
         calibration: That it was exported with.
+        adapters: Likewise, by name.
 
     Raises:
         ExportError: They differ; it says where first.
     """
-    from tfkv.causal_lm import CausalLM
-    from tfkv.export.kept_tokens import caches_of
-    from tfkv.export.packed_weights import as_served
-    from tfkv.layers.cache_spec import CacheSpec
-    from tfkv.layers.codecs import CODECS
-
-    steps = 3
+    adapters = adapters or {}
+    names = ["", *adapters]
+    steps = 1 + 2 * len(names)
     report("verify", 0, steps)
     with LoadedArtifact(version_dir) as artifact:
-        engine = artifact.manifest.engine
-        room = min(engine.capacity, model.config.context_length)
-        size = min(24, engine.prefill_tokens, room // 2)
-        prompt = np.random.default_rng(0).integers(0, model.config.vocabulary_size, size)
-        logits = artifact.call(
-            "decode", session_id=["verify"], tokens=[prompt], length=[size], position=[0]
-        )
-        _expect_ok(logits, "decode")
         report("verify", 1, steps)
-        answer = artifact.call(
-            "generate",
-            session_id=["verify"],
-            tokens=[prompt],
-            length=[size],
-            position=[0],
-            max_new_tokens=[min(engine.decode_chunk, room - size)],
-            stop_tokens=[[-1] * 8],
-        )
-        _expect_ok(answer, "generate")
-        report("verify", 2, steps)
-    sampled = answer["tokens"][0, : answer["count"][0]]
+        said = []
+        for number, name in enumerate(names):
+            said.append(_ask(artifact, name))
+            report("verify", 2 + number, steps)
+        engine = artifact.manifest.engine
+    for number, (name, answer) in enumerate(zip(names, said, strict=True)):
+        try:
+            weights, served = (
+                adapters[name].merged(base) if name else base
+                for base in (model.weights, as_served(model.weights, engine.weights))
+            )
+            own = dataclasses.replace(model, weights=weights)
+            _check(own, served, engine, answer, calibration)
+        except ExportError as error:
+            raise ExportError(f"Adapter {name!r}: {error}" if name else str(error)) from error
+        report("verify", 2 + len(names) + number, steps)
 
-    served = as_served(model.weights, engine.weights)
+
+class _Said(NamedTuple):
+    """What an artifact says behind a prompt.
+
+    Attributes:
+        prompt: int ``[T]``.
+        logits: ``[V]`` after it.
+        sampled: Greedily, int ``[N]``.
+    """
+
+    prompt: np.ndarray
+    logits: np.ndarray
+    sampled: np.ndarray
+
+
+def _ask(artifact: LoadedArtifact, adapter: str) -> _Said:
+    """Has a session of its own answer a prompt."""
+    engine, model = artifact.engine, artifact.manifest.model
+    room = min(engine.capacity, model.context_length)
+    size = min(24, engine.prefill_tokens, room // 2)
+    prompt = np.random.default_rng(0).integers(0, model.vocabulary_size, size)
+    row = {
+        "session_id": [f"verify {adapter}"],
+        "adapter": [adapter],
+        "tokens": [prompt],
+        "length": [size],
+        "position": [0],
+    }
+    logits = artifact.call("decode", **row)
+    _expect_ok(logits, "decode")
+    count = min(engine.decode_chunk, room - size)
+    answer = artifact.call(
+        "generate", **row, max_new_tokens=[count], stop_tokens=[[-1] * MAX_STOP_TOKENS]
+    )
+    _expect_ok(answer, "generate")
+    artifact.call("close", session_id=row["session_id"])
+    return _Said(prompt, logits["logits"][0], answer["tokens"][0, : answer["count"][0]])
+
+
+def _check(
+    model: ModelSource,
+    served: Mapping[str, np.ndarray],
+    engine: EngineConfig,
+    said: _Said,
+    calibration: Calibration | None,
+) -> None:
+    """Compares what an artifact says with the Keras model of the weights as they are served."""
+    from tfkv.causal_lm import CausalLM
+    from tfkv.export.kept_tokens import caches_of
+    from tfkv.layers.cache_spec import CacheSpec
+    from tfkv.layers.codecs import CODECS
 
     def expect(caches: list[CacheSpec], weights: Mapping[str, np.ndarray] = served) -> np.ndarray:
         reference = CausalLM.from_weights(
             model.config, weights, cache=caches, capacity=engine.capacity
         )
-        return _through_cache(reference, prompt, sampled)
+        return _through_cache(reference, said.prompt, said.sampled)
 
     cache = CacheSpec.parse(engine.cache)
     caches = caches_of(model.config, cache, engine.head_budgets, calibration, engine.layer_caches)
@@ -148,8 +197,7 @@ def verify(
         # So are activations rounded, a hundred times finer than weights; real models move by a
         # twentieth of what the weights' rounding moves them.
         apart += _furthest(expect(caches, model.weights), expected) / 4
-    _compare(expected, size, logits["logits"][0], sampled, apart)
-    report("verify", 3, steps)
+    _compare(expected, len(said.prompt), said.logits, said.sampled, apart)
 
 
 def _through_cache(reference: object, prompt: np.ndarray, sampled: np.ndarray) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import pathlib
 import secrets
 import threading
@@ -368,7 +369,17 @@ class Client:
             ServerError: As for `predict`.
         """
         answer = self.call("stats", [{"session_id": "stats"}], timeout)[0]
-        return {name: int(value) for name, value in answer.items()}
+        return {name: value for name, value in answer.items() if isinstance(value, int)}
+
+    def adapters(self, timeout: float | None = None) -> dict[str, str]:
+        """Name of each adapter of the served artifact to its fingerprint.
+
+        Raises:
+            ServerError: As for `predict`.
+        """
+        answer = self.predict("stats", {"session_id": np.array([b"stats"], object)}, timeout)
+        found: dict[str, str] = json.loads(answer["adapters"][0]) if "adapters" in answer else {}
+        return found
 
     # Sessions
 
@@ -390,15 +401,22 @@ class Client:
             tokens: Transcript to go on from, as saved from an earlier `Session.tokens`.
                 What the server still holds of it is not computed again, and what it holds
                 beyond it is dropped.
-            adapter: Adapter of the model, empty for the base.
+            adapter: Adapter of the model, empty for the base. A session that the server holds
+                already has one, and keeps it.
             overflow: When the session is full: ``error``, ``stop`` or ``slide``.
             ttl_ms: Idle lifetime in ms, 0 for the artifact's.
             pin: Whether the session never expires, until it is closed.
             keep: Whether to leave the session on the server at the end.
 
         Raises:
-            InputError: The overflow policy is unknown, or an id is not an int32.
+            InputError: The overflow policy is unknown, an id is not an int32, or the artifact's
+                manifest, where the client has it, lists no such adapter.
         """
+        if self.manifest is not None and adapter and adapter not in self.manifest.adapters:
+            raise failures.InputError(
+                f"The artifact has no adapter {adapter!r}. It has: "
+                f"{', '.join(self.manifest.adapters) or 'none, only the base'}."
+            )
         name = secrets.token_urlsafe(18) if session_id is None else session_id
         if not name:
             raise failures.InputError("`session_id` must not be empty. Received: ''.")
@@ -425,15 +443,17 @@ class Client:
         repetition_penalty: float = 1.0,
         seed: int | None = None,
         stop_tokens: Sequence[int] | None = None,
+        adapter: str = "",
         overflow: str | int = "error",
         stream: bool = True,
         timeout: float | None = None,
     ) -> Generation:
         """Continues one prompt in a session of its own, which is closed afterwards.
 
-        Arguments, pieces and result are those of `Session.generate`.
+        Arguments, pieces and result are those of `Session.generate`; `adapter` and `overflow`
+        those of `session`.
         """
-        session = self.session(overflow=overflow)
+        session = self.session(adapter=adapter, overflow=overflow)
         sampling = Sampling(
             max_new_tokens=max_new_tokens,
             temperature=temperature,

@@ -135,7 +135,7 @@ class Contract:
         return arrays
 
     def decode(self, signature: str, arrays: Mapping[str, np.ndarray], count: int) -> list[Row]:
-        """The rows of an answer: scalars as Python numbers, the rest as arrays.
+        """The rows of an answer: scalars as Python numbers or bytes, the rest as arrays.
 
         Raises:
             ServerError: An output is missing, or has another number of rows than the call.
@@ -148,13 +148,11 @@ class Contract:
                     f"Output `{name}` of `{signature}` must have {count} rows. "
                     f"Received: {received}. Is the model an artifact of this tfkv version?"
                 )
-        return [
-            {
-                name: arrays[name][row] if spec.shape else arrays[name][row].item()
-                for name, spec in outputs.items()
-            }
-            for row in range(count)
-        ]
+        columns = {
+            name: arrays[name] if spec.shape else arrays[name].tolist()
+            for name, spec in outputs.items()
+        }
+        return [{name: column[row] for name, column in columns.items()} for row in range(count)]
 
     def stops(self, stop_tokens: Sequence[int] | None) -> list[int]:
         """The input ``stop_tokens``, padded with -1; ``None`` means the artifact's own.

@@ -109,6 +109,13 @@ _ROW_MESSAGES = {
     Status.QUOTA: "the tenant's quota of {detail} is used up.",
     Status.ADAPTER: "the artifact has no such adapter.",
 }
+#: Where the detail decides what it means.
+_ROW_MESSAGES_BY_DETAIL = {
+    (Status.ADAPTER, 1): (
+        "the session was made with another adapter, which it keeps. Name that one, close the "
+        "session, or use another session id."
+    ),
+}
 
 
 def row_error(status: int, detail: int, where: str) -> RowError:
@@ -126,7 +133,6 @@ def row_error(status: int, detail: int, where: str) -> RowError:
             f"{where}: unknown status {status} (detail {detail}). "
             "The artifact is newer than this client: upgrade tfkv."
         ) from None
-    text = _ROW_MESSAGES.get(known, "refused").format(
-        detail=detail, input=INVALID_INPUTS.get(detail, f"number {detail}")
-    )
+    message = _ROW_MESSAGES_BY_DETAIL.get((known, detail), _ROW_MESSAGES.get(known, "refused"))
+    text = message.format(detail=detail, input=INVALID_INPUTS.get(detail, f"number {detail}"))
     return RowError(known, detail, f"{where}: {known.name}: {text}")

@@ -45,14 +45,15 @@ class SavedSession:
 
     Choose it to keep sessions across a restart, or to move them to another replica. The
     artifact that takes it must have the weights, cache and page size of the one that gave
-    it; with other weights, replay the tokens instead. A client that sends the session's
+    it, and the session's adapter under the same name; with other weights, replay the tokens
+    instead. A client that sends the session's
     tokens again from position 0 is answered from it, and pays only for what is new.
 
     Args:
         session_id: Its name.
         held: Tokens it holds.
         filled: Of those, how many have keys.
-        fingerprint: Of the artifact.
+        fingerprint: Of the artifact, and of the session's adapter where it has one.
         pages: Arrays by name, a row for each page: ``tokens``, ``kinds`` and ``logprobs``
             ``[pages, C]``, ``page_bytes`` uint8 ``[pages, page bytes]``.
 
@@ -66,6 +67,11 @@ class SavedSession:
     filled: int
     fingerprint: str
     pages: dict[str, np.ndarray]
+
+    @property
+    def adapter(self) -> str:
+        """Name of its adapter, empty for the base: `Client.session` needs it to go on."""
+        return self.fingerprint.partition("/")[2].rpartition("@")[0]
 
     @classmethod
     def read(cls, client: Predictor, session_id: str, timeout: float | None = None) -> Self:

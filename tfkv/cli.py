@@ -88,6 +88,7 @@ TopP = Annotated[float, typer.Option(min=0.0, max=1.0, help="Probability mass ke
 TopK = Annotated[int, typer.Option(min=0, help="Most candidates, 0 = all.")]
 MinP = Annotated[float, typer.Option(min=0.0, max=1.0, help="Least share of the top probability.")]
 RepetitionPenalty = Annotated[float, typer.Option(help="1 = none.")]
+Adapter = Annotated[str, typer.Option(help="Adapter of the artifact, empty for the base.")]
 Seed = Annotated[int | None, typer.Option(help="Random stream; drawn when left out.")]
 Overflow = Annotated[str, typer.Option(help="When the session is full: error, stop or slide.")]
 Timeout = Annotated[float, typer.Option(min=0.0, help="Seconds a call may take, retries included.")]
@@ -207,9 +208,17 @@ def export(
         bool, typer.Option("--text", help="Also `generate_text`, for callers without a tokenizer.")
     ] = _DEFAULT.text,
     calibration: CalibrationFile = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="LoRA that sessions may name, beside the base, such as legal=legal.lora.h5 "
+            "(keras-nlp) or legal.safetensors; give it for each."
+        ),
+    ] = None,
 ) -> None:
     """Writes an artifact that TensorFlow Serving loads, and verifies it."""
     del preset
+    adapters = _named_files("--adapter", adapter or [])
     engine = EngineConfig(
         cache=cache,
         slots=slots,
@@ -235,7 +244,9 @@ def export(
     from tfkv.export import export as write_artifact
 
     with terminal.Steps() as steps:
-        version_dir = write_artifact(source, out, engine, calibration=calibration, progress=steps)
+        version_dir = write_artifact(
+            source, out, engine, calibration=calibration, adapters=adapters, progress=steps
+        )
     typer.echo(str(version_dir))
 
 
@@ -247,6 +258,20 @@ def show_presets(as_json: AsJson = False) -> None:
         typer.echo(json.dumps(found, indent=1))
     else:
         terminal.output().print(terminal.presets_table(presets.PRESETS.values()))
+
+
+def _named_files(option: str, pairs: list[str]) -> dict[str, str]:
+    """Name to file of options ``name=file``."""
+    found: dict[str, str] = {}
+    for pair in pairs:
+        name, equals, path = pair.partition("=")
+        if not (name and equals and path) or name in found:
+            raise ConfigError(
+                f"`{option}` must be name=file, each name once, such as legal=legal.lora.h5. "
+                f"Received: {pair!r}."
+            )
+        found[name] = path
+    return found
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:
@@ -369,6 +394,7 @@ def generate(
     min_p: MinP = 0.0,
     repetition_penalty: RepetitionPenalty = 1.0,
     seed: Seed = None,
+    adapter: Adapter = "",
     timeout: Timeout = 120.0,
     stats: Annotated[bool, typer.Option("--stats", help="Speed, to standard error.")] = False,
 ) -> None:
@@ -383,7 +409,7 @@ def generate(
             given = _numbers("PROMPT", text)
         elif client.chat_template is not None and not raw:
             given = [{"role": "user", "content": text}]
-        with client.session() as session:
+        with client.session(adapter=adapter) as session:
             generation = session.start(given, sampling)
             terminal.stream(generation)
         if stats:
@@ -396,6 +422,7 @@ def chat(
     model: Model = "tfkv",
     artifact: Artifact = None,
     system: Annotated[str | None, typer.Option(help="Instructions that open the talk.")] = None,
+    adapter: Adapter = "",
     overflow: Overflow = "error",
     max_new_tokens: MaxNewTokens = 512,
     temperature: Temperature = 0.0,
@@ -425,24 +452,30 @@ def chat(
                 "`tfkv chat` needs a chat template and a tokenizer: give --artifact DIR (or set "
                 "TFKV_ARTIFACT) of an artifact that has both. `tfkv generate --ids` needs neither."
             )
-        _Chat(client, sampling, system, overflow).run()
+        _Chat(client, sampling, system, adapter, overflow).run()
 
 
 class _Chat:
     """The loop of `tfkv chat`."""
 
     def __init__(
-        self, client: Client, sampling: dict[str, Any], system: str | None, overflow: str
+        self,
+        client: Client,
+        sampling: dict[str, Any],
+        system: str | None,
+        adapter: str,
+        overflow: str,
     ) -> None:
         self._client = client
         self._sampling = sampling
         self._system = system
+        self._adapter = adapter
         self._overflow = overflow
         self._session = self._open()
         self._last = ""
 
     def _open(self) -> Session:
-        return self._client.session(overflow=self._overflow)
+        return self._client.session(adapter=self._adapter, overflow=self._overflow)
 
     def run(self) -> None:
         """Reads lines until /quit or the end of the input; then the session is closed."""

@@ -66,7 +66,7 @@ class Status(enum.IntEnum):
     BUSY = 9  # another, differing row of this session is in the batch; detail: its row
     NOT_REVERSIBLE = 10  # truncate too deep; detail: smallest position possible
     QUOTA = 11  # the tenant's quota is used up; detail: the quota
-    ADAPTER = 12  # the artifact has no such adapter; detail: 0
+    ADAPTER = 12  # detail 0: the artifact has no such adapter; 1: the session has another
 
 
 class Finish(enum.IntEnum):

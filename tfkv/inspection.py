@@ -93,6 +93,7 @@ def _overview(facts: dict[str, Any], manifest: Manifest) -> Table:
             f"{model.intermediate_dim}, vocabulary {model.vocabulary_size}"
         ),
         "options": _list(name for name in model.to_dict() if name in OPTIONS) or "none: a Llama",
+        "adapters": _list(manifest.adapters) or "none, only the base",
         "trained context": f"{model.context_length} tokens",
         "cache": described(engine.cache, engine.layer_caches),
         "sessions": f"{engine.slots} of at most {manifest.positions} positions",

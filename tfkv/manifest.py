@@ -56,6 +56,9 @@ _SESSION = {
     "tenant": TensorSpec("string", default="", meaning="owner; sessions of two tenants never meet"),
 }
 _ADAPTER = {"adapter": TensorSpec("string", default="", meaning="adapter name, empty for the base")}
+_ADAPTERS = {
+    "adapters": TensorSpec("string", meaning="JSON object of adapters, name to fingerprint")
+}
 _TOKENS = {
     "tokens": TensorSpec("int32", ("T",), meaning="ids that belong at `position`"),
     "length": TensorSpec("int32", meaning="how many of `tokens` count"),
@@ -160,7 +163,10 @@ def text_signature() -> SignatureSpec:
 
 
 def signature_table(
-    engine: EngineConfig, stop_tokens: tuple[int, ...] = (), page_bytes: int = 0
+    engine: EngineConfig,
+    stop_tokens: tuple[int, ...] = (),
+    page_bytes: int = 0,
+    adapters: bool = False,
 ) -> dict[str, SignatureSpec]:
     """The contract of every signature of an artifact.
 
@@ -169,6 +175,7 @@ def signature_table(
             ``engine.decode_chunk``, T is ``engine.prefill_tokens``.
         stop_tokens: Default stop tokens, at most `MAX_STOP_TOKENS`.
         page_bytes: Bytes of a page of the pool.
+        adapters: Whether it has adapters, which `stats` then lists.
 
     Returns:
         Signature name to its inputs and outputs.
@@ -287,6 +294,7 @@ def signature_table(
             {
                 **{name: TensorSpec("int64", meaning=meaning) for name, meaning in STATS.items()},
                 "epoch": _ANSWER["epoch"],
+                **(_ADAPTERS if adapters else {}),
             },
         ),
     }
@@ -311,6 +319,7 @@ class Manifest:
         special_tokens: Role (``bos``, ``eos``, ...) to token text, for the template.
         source: Where the weights came from, for people.
         tfkv_version: Version that exported it.
+        adapters: Name of each adapter to the fingerprint of its factors.
         format_version: Version of this file's own format.
     """
 
@@ -328,6 +337,7 @@ class Manifest:
     special_tokens: dict[str, str] = dataclasses.field(default_factory=dict)
     source: str = ""
     tfkv_version: str = ""
+    adapters: dict[str, str] = dataclasses.field(default_factory=dict)
     format_version: int = FORMAT_VERSION
 
     def to_json(self) -> str:

@@ -31,9 +31,10 @@ def from_keras_nlp(
     computes the same with them.
 
     Choose it to export what was trained in Keras. LoRA adapters are merged into the
-    kernels. Weights in bfloat16 or float16 are widened to float32, exactly; the export
-    computes in float32 whatever the model's compute dtype was. `families.FAMILIES` has the
-    families, docs/families.md what of each.
+    kernels; `lora_from_keras_nlp` takes them apart from the base instead. Weights in bfloat16
+    or float16 are widened to float32, exactly; the export computes in float32 whatever the
+    model's compute dtype was. `families.FAMILIES` has the families, docs/families.md what of
+    each.
 
     The tokenizer comes along if the model has a preprocessor whose tokenizer is a
     ``Llama3Tokenizer``, or that of GPT-2, OPT or GPT-NeoX or a plain ``BytePairTokenizer``;
@@ -80,6 +81,24 @@ def from_keras_nlp(
     if check:
         check_parity(source, family, backbone)
     return source
+
+
+def read_frozen(model: Any) -> ModelSource:
+    """Architecture and weights of a keras-nlp decoder as they are beneath its LoRA weights.
+
+    Args:
+        model: A backbone or a causal LM of one of the families.
+
+    Raises:
+        ModelSourceError: As of `from_keras_nlp`.
+    """
+    family, backbone = family_of(model)
+    config = _read_config(family, backbone, family.context(backbone) or _CONTEXT_LENGTH)
+    weights = {
+        name: _weight(family, backbone, name, shape, frozen=True)
+        for name, shape in expected_tensors(config)
+    }
+    return ModelSource(config, weights)
 
 
 def to_keras_nlp(source: ModelSource, dtype: str = "float32") -> LlamaBackbone:
@@ -161,8 +180,12 @@ def _read_config(family: Family, backbone: Any, context_length: int) -> DecoderC
     return config
 
 
-def _weight(family: Family, backbone: Any, name: str, shape: tuple[int, ...]) -> np.ndarray:
+def _weight(
+    family: Family, backbone: Any, name: str, shape: tuple[int, ...], frozen: bool = False
+) -> np.ndarray:
     layer, key, convert = family.find(backbone, name)
+    if frozen and key == "kernel" and getattr(layer, "lora_enabled", False):
+        key = "_kernel"  # `kernel` is the sum
     value = convert(_to_numpy(name, layer, key))
     if value.size != math.prod(shape):
         raise ModelSourceError(

@@ -317,6 +317,9 @@ def test_a_damaged_manifest_is_an_error_not_a_traceback(artifact):
         (["export", "x.gguf", "out", "--slots", 0], "`slots` must be at least 1"),
         (["export", "x.gguf", "out", "--batch-sizes", "4,2"], "`batch_sizes` must be ascending"),
         (["export", "x.gguf", "out", "--batch-sizes", "a"], "`--batch-sizes` must be numbers"),
+        (["export", "x.gguf", "out", "--adapter", "a.h5"], "`--adapter` must be name=file"),
+        (["export", "x.gguf", "out", "--adapter", "=a.h5"], "`--adapter` must be name=file"),
+        (["export", "x", "out", "--adapter", "a=b", "--adapter", "a=c"], "each name once"),
         (["serve", "x", "--batching-parameters-file", "y"], "needs `--enable-batching`"),
         (["chat", "--artifact", "missing"], "holds no SavedModel version"),
         (["chat"], "needs a chat template"),
@@ -331,9 +334,9 @@ def test_wrong_values(arguments, message):
 def test_export_hands_options_to_the_exporter(no_tensorflow, monkeypatch, tmp_path):
     seen = {}
 
-    def export(source, out_dir, engine, *, calibration, progress):
+    def export(source, out_dir, engine, *, calibration, adapters, progress):
         progress("verify", 2, 2)
-        seen.update(source=source, out=out_dir, engine=engine, calibration=calibration)
+        seen.update(source=source, engine=engine, calibration=calibration, adapters=adapters)
         return out_dir / "1"
 
     monkeypatch.setitem(sys.modules, "tfkv.export", types.SimpleNamespace(export=export))
@@ -342,11 +345,13 @@ def test_export_hands_options_to_the_exporter(no_tensorflow, monkeypatch, tmp_pa
     table.write_text("{}")
     arguments += ["--calibration", table]
     arguments += ["--layer-cache", "0-1=float32", "--layer-cache", "3=k4v4"]
+    arguments += ["--adapter", "legal=a=b.lora.h5", "--adapter", "medical=m.safetensors"]
     result = run("export", "smollm2", tmp_path / "out", *arguments)
     assert result.exit_code == 0, result.output
     assert result.stdout.strip() == str(tmp_path / "out" / "1")
     assert "Verifying: 2/2" in result.stderr
     assert (seen["source"], seen["calibration"]) == ("smollm2", table)
+    assert seen["adapters"] == {"legal": "a=b.lora.h5", "medical": "m.safetensors"}
     assert seen["engine"] == EngineConfig(
         cache="dense+int8",
         slots=2,
@@ -361,7 +366,7 @@ def exported(no_tensorflow, monkeypatch):
     """The engines that `tfkv export` was asked for, without exports."""
     engines = []
 
-    def export(source, out_dir, engine, *, calibration, progress):
+    def export(source, out_dir, engine, *, calibration, adapters, progress):
         engines.append(engine)
         return out_dir / "1"
 
@@ -519,6 +524,7 @@ class FakeSession:
 class FakeClient:
     log: list
     answers: list
+    asked: dict
     model = "m"
     chat_template = object()
     manifest = None
@@ -532,7 +538,8 @@ class FakeClient:
     def __exit__(self, *_):
         pass
 
-    def session(self, **_):
+    def session(self, **asked):
+        type(self).asked = asked
         return FakeSession(self)
 
     def stats(self):
@@ -586,6 +593,14 @@ def test_chat_turns_and_commands(client):
     assert "session: 20 tokens" in notes
     assert "slots: 8" in notes
     assert "No command /what" in notes
+
+
+@pytest.mark.parametrize("command", [("generate", "Hi"), ("chat",)])
+def test_sessions_get_the_adapter_that_was_asked_for(client, command):
+    run(*command, "--adapter", "legal", input="/quit\n")
+    assert client.asked["adapter"] == "legal"
+    run(*command, input="/quit\n")
+    assert client.asked["adapter"] == ""
 
 
 def test_chat_goes_on_after_an_error_and_after_ctrl_c(client):

@@ -28,13 +28,17 @@ class Take:
     Args:
         path: Attributes from the backbone, or from one of its blocks, to the weight.
         convert: Of the weight as keras-nlp has it.
+        of_last_axis: Whether that is about the last axis of a matrix, and leaves the others alone;
+            else it is the other way round. Factors of a product are converted by it.
     """
 
     path: str
     convert: Callable[[np.ndarray], np.ndarray] = lambda weight: weight
+    of_last_axis: bool = False
 
 
 Weights = Mapping[str, str | Take]
+Convert = Callable[[np.ndarray], np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,6 +174,16 @@ class Family:
         path = self._path(place)
         convert = place.convert if isinstance(place, Take) else _as_it_is
         return owner(start, path), path.rpartition(".")[2], convert
+
+    def convert_factors(self, name: str) -> tuple[Convert, Convert]:
+        """How ``a [..., r]`` and ``b [r, X]`` are converted, whose product is added to a block's
+        matrix ``[..., X]`` of this canonical name."""
+        place = self.block[name.rpartition("/")[2]]
+        if not isinstance(place, Take):
+            return _as_it_is, _as_it_is
+        if place.of_last_axis:
+            return _as_it_is, place.convert
+        return place.convert, _as_it_is
 
     @staticmethod
     def _path(place: str | Take) -> str:

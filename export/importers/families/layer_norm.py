@@ -91,7 +91,7 @@ GPT_NEO_X = Family(
     {**EMBEDDINGS, **_norm("final_norm", "layer_norm")},
     {
         **{
-            f"{name}{end}": Take(f"{_FUSED}.{kind}", part(number, 3))
+            f"{name}{end}": Take(f"{_FUSED}.{kind}", part(number, 3), of_last_axis=True)
             for number, name in enumerate(("query", "key", "value"))
             for end, kind in {"": "kernel", "_bias": "bias"}.items()
         },

@@ -26,6 +26,7 @@ from tfkv.serving import (
     SessionError,
     TextError,
 )
+from tfkv.serving.failures import row_error
 from tfkv.serving.retry import Deadline, is_uncertain
 
 
@@ -241,3 +242,24 @@ def test_one_shot_closes_its_session(server: Any, client: Client, expected: Any)
     assert server.sessions
     generation.close()
     assert not server.sessions
+
+
+def test_an_adapter_that_the_manifest_does_not_list_is_an_error(server: Any, artifact: Any) -> None:
+    with (
+        Client(server.target, artifact=artifact) as client,
+        pytest.raises(InputError, match="no adapter 'legal'. It has: none, only the base"),
+    ):
+        client.session(adapter="legal")
+
+
+@pytest.mark.parametrize(
+    ("detail", "words"), [(0, "the artifact has no such adapter"), (1, "made with another adapter")]
+)
+def test_a_refused_adapter_says_which_of_the_two_it_is(detail: int, words: str) -> None:
+    error = row_error(Status.ADAPTER, detail, "`generate` of session 'ada'")
+    assert words in str(error)
+    assert (error.status, error.detail) == (Status.ADAPTER, detail)
+
+
+def test_a_server_without_adapters_lists_none(client: Client) -> None:
+    assert client.adapters() == {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -90,6 +91,12 @@ def test_a_session_is_fetched_into_a_file_and_mapped_from_it(saved, tmp_path):
     again = Shelf("ada")
     fetched.restore(again)
     assert same(SavedSession.read(again, saved.session_id), saved)
+
+
+def test_its_adapter_is_part_of_the_fingerprint(saved):
+    assert saved.adapter == ""
+    named = dataclasses.replace(saved, fingerprint="abc/legal-2.1@def")
+    assert named.adapter == "legal-2.1"
 
 
 def test_it_can_get_another_name(saved):
