@@ -80,7 +80,7 @@ class AttentionHeads(keras.layers.Layer):
                 value = getattr(self, name)
                 raise ConfigError(f"`{name}` must not be below 0. Received: {name}={value!r}.")
 
-    def _build_heads(self, hidden_dim: int, key_value_dim: int | None) -> None:
+    def _build_heads(self, hidden_dim: int | None, key_value_dim: int | None) -> None:
         """Makes the projections.
 
         Args:

@@ -165,13 +165,13 @@ class CachedCrossAttention(AttentionHeads):
         encoded_mask: tf.Tensor | None,
     ) -> tuple[tf.Tensor, State]:
         """`call` where it is settled which state counts."""
-        if encoded is None and not state:
-            raise CacheError(
-                "`encoded` must be given where there is no state. Received: encoded=None and no "
-                "state. Give the encoder's output, or the state of a call that had it."
-            )
         x = tf.cast(x, self.compute_dtype)
         if encoded is None:
+            if not state:
+                raise CacheError(
+                    "`encoded` must be given where there is no state. Received: encoded=None and "
+                    "no state. Give the encoder's output, or the state of a call that had it."
+                )
             return self._attend(x, self.store.view(state), self.cache.codec), state
         keys, values, given = self.project_encoded(encoded, encoded_mask)
         codec = self.cache.codec if state else _FLOAT32
