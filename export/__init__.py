@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tfkv.export.engine import Engine
     from tfkv.export.exporter import export
     from tfkv.export.importers.keras_nlp import from_keras_nlp
+    from tfkv.export.keras_exporter import TextFiles, export_keras
     from tfkv.export.planner import MemoryPlan, plan_memory
     from tfkv.export.verification import LoadedArtifact
 
@@ -27,9 +28,11 @@ __all__ = [
     "EvalPlan",
     "LoadedArtifact",
     "MemoryPlan",
+    "TextFiles",
     "calibrate_model",
     "evaluate_caches",
     "export",
+    "export_keras",
     "from_keras_nlp",
     "plan_memory",
 ]
@@ -39,9 +42,11 @@ _HOMES = {
     "EvalPlan": "cache_eval",
     "LoadedArtifact": "verification",
     "MemoryPlan": "planner",
+    "TextFiles": "keras_exporter",
     "calibrate_model": "calibrating",
     "evaluate_caches": "cache_eval",
     "export": "exporter",
+    "export_keras": "keras_exporter",
     "from_keras_nlp": "importers.keras_nlp",
     "plan_memory": "planner",
 }

@@ -11,6 +11,7 @@ from tfkv.errors import INPUT_NUMBERS, Status
 from tfkv.export.page_table import PageTable
 from tfkv.export.plan import Refusal
 from tfkv.export.rows import Admission, Request
+from tfkv.export.session_slots import SessionSlots
 from tfkv.export.transient import TransientVariable, unique_name
 
 T = TypeVar("T")
@@ -68,7 +69,9 @@ class SessionTable(tf.Module):
         quota: Most sessions a tenant may hold; 0 = any number.
     """
 
-    def __init__(self, slots: int, ttl_ms: int, pages: PageTable, quota: int) -> None:
+    def __init__(
+        self, slots: int, ttl_ms: int, pages: PageTable | SessionSlots, quota: int
+    ) -> None:
         super().__init__(name="sessions")
         self.slots = slots
         self.ttl_ms = ttl_ms

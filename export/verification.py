@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import tensorflow as tf
@@ -14,6 +15,9 @@ from tfkv.calibration import Calibration
 from tfkv.errors import ExportError, Status
 from tfkv.export.importers import ModelSource
 from tfkv.manifest import Manifest, SignatureSpec
+
+if TYPE_CHECKING:
+    from tfkv.generation import Decoder
 
 #: Two logits nearer than this may change places through rounding alone (design: near ties).
 NEAR_TIE = 1e-4
@@ -106,25 +110,8 @@ def verify(
     with LoadedArtifact(version_dir) as artifact:
         engine = artifact.manifest.engine
         room = min(engine.capacity, model.config.context_length)
-        size = min(24, engine.prefill_tokens, room // 2)
-        prompt = np.random.default_rng(0).integers(0, model.config.vocabulary_size, size)
-        logits = artifact.call(
-            "decode", session_id=["verify"], tokens=[prompt], length=[size], position=[0]
-        )
-        _expect_ok(logits, "decode")
-        report("verify", 1, steps)
-        answer = artifact.call(
-            "generate",
-            session_id=["verify"],
-            tokens=[prompt],
-            length=[size],
-            position=[0],
-            max_new_tokens=[min(engine.decode_chunk, room - size)],
-            stop_tokens=[[-1] * 8],
-        )
-        _expect_ok(answer, "generate")
-        report("verify", 2, steps)
-    sampled = answer["tokens"][0, : answer["count"][0]]
+        prompt, logits, sampled = _ask(artifact, model.config.vocabulary_size, room)
+    report("verify", 2, steps)
 
     def expect(caches: list[CacheSpec]) -> np.ndarray:
         reference = CausalLM.from_weights(
@@ -139,22 +126,66 @@ def verify(
     # A code that falls to the other side through rounding moves those of the layers behind it:
     # two right computations with a lossy codec differ by about what the codec costs.
     noise = np.max(np.abs((expected if exact == caches else expect(exact)) - expected), axis=-1)
-    _compare(expected, size, logits["logits"][0], sampled, 2 * noise)
+    _compare(expected, prompt.size, logits, sampled, 2 * noise)
     report("verify", 3, steps)
 
 
-def _through_cache(reference: object, prompt: np.ndarray, sampled: np.ndarray) -> np.ndarray:
+def verify_keras(
+    decoder: Decoder,
+    version_dir: pathlib.Path,
+    positions: int,
+    report: Callable[[str, int, int], None],
+) -> None:
+    """Compares a written artifact with the Keras model that it was made of.
+
+    Args:
+        decoder: The model.
+        version_dir: What was written.
+        positions: Most tokens of a session.
+        report: Progress callback.
+
+    Raises:
+        ExportError: They differ; it says where first.
+    """
+    report("verify", 0, 2)
+    with LoadedArtifact(version_dir) as artifact:
+        prompt, logits, sampled = _ask(artifact, decoder.vocabulary_size, positions)
+    report("verify", 1, 2)
+    expected = _through_cache(decoder, prompt, sampled)
+    whole = np.concatenate([prompt, sampled])[np.newaxis].astype(np.int32)
+    exact = decoder.logits(decoder.hidden_states(tf.constant(whole))[0])[0].numpy()
+    _compare(expected, prompt.size, logits, sampled, 2 * np.max(np.abs(expected - exact), axis=-1))
+    report("verify", 2, 2)
+
+
+def _ask(
+    artifact: LoadedArtifact, vocabulary: int, room: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A prompt, the logits ``[V]`` behind it, and what the artifact says then."""
+    engine = artifact.manifest.engine
+    size = min(24, engine.prefill_tokens, room // 2)
+    prompt = np.random.default_rng(0).integers(0, vocabulary, size)
+    asked = {"session_id": ["verify"], "tokens": [prompt], "length": [size], "position": [0]}
+    logits = artifact.call("decode", **asked)
+    _expect_ok(logits, "decode")
+    steps = [min(engine.decode_chunk, room - size)]
+    answer = artifact.call("generate", **asked, max_new_tokens=steps, stop_tokens=[[-1] * 8])
+    _expect_ok(answer, "generate")
+    return prompt, logits["logits"][0], answer["tokens"][0, : answer["count"][0]]
+
+
+def _through_cache(reference: Decoder, prompt: np.ndarray, sampled: np.ndarray) -> np.ndarray:
     """Logits ``[T, V]`` of the Keras model, read through its own cache.
 
     Cut where the artifact cuts, so that as much is read back from the cache.
     """
-    state = reference.init_state(1)  # type: ignore[attr-defined]
+    state = reference.init_state(1)
     pieces = []
     for piece in (prompt[:-1], np.concatenate([prompt[-1:], sampled])):
         if piece.size:
-            ids = piece[np.newaxis].astype(np.int32)
-            logits, state = reference(ids, state=state)  # type: ignore[operator]
-            pieces.append(np.asarray(logits[0]))
+            ids = tf.constant(piece[np.newaxis].astype(np.int32))
+            hidden, state = reference.hidden_states(ids, state=state)
+            pieces.append(np.asarray(reference.logits(hidden)[0]))
     return np.concatenate(pieces)
 
 
