@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tfkv.export.exporter import export
     from tfkv.export.importers.keras_lora import lora_from_keras_nlp
     from tfkv.export.importers.keras_nlp import from_keras_nlp
+    from tfkv.export.keras_exporter import TextFiles, export_keras
     from tfkv.export.lora_adapter import LoraAdapter
     from tfkv.export.planner import MemoryPlan, plan_memory
     from tfkv.export.verification import LoadedArtifact
@@ -30,9 +31,11 @@ __all__ = [
     "LoadedArtifact",
     "LoraAdapter",
     "MemoryPlan",
+    "TextFiles",
     "calibrate_model",
     "evaluate_caches",
     "export",
+    "export_keras",
     "from_keras_nlp",
     "lora_from_keras_nlp",
     "plan_memory",
@@ -44,9 +47,11 @@ _HOMES = {
     "LoadedArtifact": "verification",
     "LoraAdapter": "lora_adapter",
     "MemoryPlan": "planner",
+    "TextFiles": "keras_exporter",
     "calibrate_model": "calibrating",
     "evaluate_caches": "cache_eval",
     "export": "exporter",
+    "export_keras": "keras_exporter",
     "from_keras_nlp": "importers.keras_nlp",
     "lora_from_keras_nlp": "importers.keras_lora",
     "plan_memory": "planner",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -60,12 +60,12 @@ class Work(NamedTuple):
 
 
 class _Loop(NamedTuple):
-    """State of the decode loop; one structure in, one out."""
+    """State of the decode loop; one structure in, one out. What is fresh the model knows."""
 
     step: tf.Tensor
     token: tf.Tensor
     alive: tf.Tensor
-    fresh: Fresh
+    fresh: Any
     seen: tf.Tensor
     made: Sampled
 
@@ -98,6 +98,7 @@ class Advance:
     ) -> None:
         self.decoder = decoder
         self.replay = replay
+        self.vocabulary_size = decoder.config.vocabulary_size
         self.history = history
         self.table = table
         self.adapters = adapters
@@ -274,20 +275,8 @@ class Advance:
             return (self._after_step(loop, fresh, logits, token, request, plan),)
 
         first = tokens_at(tails.slot, start[:, tf.newaxis])[:, 0]
-        loop = _Loop(
-            tf.constant(0),
-            tf.where(busy, first, 0),
-            busy,
-            decoder.no_fresh(rows, chunk),
-            self._seen(request, plan, tails.slot),
-            Sampled(
-                tf.fill([rows, chunk], -1),
-                tf.zeros([rows, chunk]),
-                tf.zeros([rows], tf.int32),
-                tf.zeros([rows, decoder.config.vocabulary_size]),
-                tf.zeros([rows], tf.bool),
-            ),
-        )
+        fresh = decoder.no_fresh(rows, chunk)
+        loop = self._first_step(request, plan, tails.slot, first, fresh)
         (loop,) = tf.while_loop(lambda loop: tf.reduce_any(loop.alive), body, (loop,))
         written = columns < loop.made.fed[:, tf.newaxis]
         places = tf.where(written, start[:, tf.newaxis] + columns, -1)
@@ -295,10 +284,26 @@ class Advance:
         tokens = tf.where(request.wants_logits[:, tf.newaxis], -1, loop.made.tokens)
         return parts, loop.made._replace(tokens=tokens), tails
 
+    def _first_step(
+        self, request: Request, plan: Plan, slot: tf.Tensor, first: tf.Tensor, fresh: Any
+    ) -> _Loop:
+        """The loop's state before a token was sampled; rows with steps to do feed ``first [B]``."""
+        rows, busy = shape_of(request.length)[0], plan.steps > 0
+        nothing = Sampled(
+            tf.fill([rows, self.engine.decode_chunk], -1),
+            tf.zeros([rows, self.engine.decode_chunk]),
+            tf.zeros([rows], tf.int32),
+            tf.zeros([rows, self.vocabulary_size]),
+            tf.zeros([rows], tf.bool),
+        )
+        token = tf.where(busy, first, 0)
+        seen = self._seen(request, plan, slot)
+        return _Loop(tf.constant(0), token, busy, fresh, seen, nothing)
+
     @staticmethod
     def _after_step(
         loop: _Loop,
-        fresh: Fresh,
+        fresh: Any,
         logits: tf.Tensor,
         token: tf.Tensor,
         request: Request,
@@ -331,7 +336,7 @@ class Advance:
     def _seen(self, request: Request, plan: Plan, slot: tf.Tensor) -> tf.Tensor:
         """Tokens that the sessions hold, bool ``[B, V]``; only if a row has a penalty."""
         rows = shape_of(request.length)[0]
-        size = self.decoder.config.vocabulary_size
+        size = self.vocabulary_size
         none = tf.zeros([rows, size], tf.bool)
 
         def collect() -> tf.Tensor:

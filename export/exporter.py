@@ -98,7 +98,7 @@ def export(
         stage.chmod(0o755)  # mkdtemp keeps others out; a server is another user
         _write(model, config, tables, named, stage, report)
         verify(model, stage, report, tables, named)
-        return _publish(stage, root)
+        return publish(stage, root)
     finally:
         shutil.rmtree(stage, ignore_errors=True)
 
@@ -222,7 +222,7 @@ def _fingerprint(
     return digest.hexdigest()
 
 
-def _publish(stage: pathlib.Path, root: pathlib.Path) -> pathlib.Path:
+def publish(stage: pathlib.Path, root: pathlib.Path) -> pathlib.Path:
     """Renames a finished version into place: a server never sees half of one."""
     for _ in range(100):
         taken = [int(path.name) for path in root.iterdir() if path.name.isdigit()]

@@ -54,6 +54,7 @@ class CacheGeometry:
             ConfigError: The capacity is too small to work with, or layers differ in more than
                 their codec.
         """
+        _check_own_keys(model)
         cache, codecs = _of_layers(model, engine)
         _check_positions(model, cache)
         asked = described(engine.cache, engine.layer_caches)
@@ -240,6 +241,21 @@ def _selecting(model: DecoderConfig, engine: EngineConfig, cache: CacheSpec) -> 
     heads = model.num_key_value_heads
     of_layers = (policy.at_layer(n, model.num_layers, heads, None) for n in range(model.num_layers))
     return tuple(one.selects for one in of_layers)
+
+
+def _check_own_keys(model: DecoderConfig) -> None:
+    """Refuses a model whose layers share keys and values.
+
+    Raises:
+        ConfigError: They do.
+    """
+    shared = model.attention.share_kv_with
+    if any(source >= 0 for source in shared):
+        raise ConfigError(
+            "Each layer of a paged artifact has keys and values of its own, and layers of this "
+            f"model share them. Received: share_kv_with={shared}. Export the Keras model with "
+            "`tfkv.export.export_keras`, whose artifacts hold a session in one piece."
+        )
 
 
 def _check_positions(model: DecoderConfig, cache: CacheSpec) -> None:

@@ -353,6 +353,23 @@ class PageTable:
             )
         )
 
+    def usage(self, used: tf.Tensor) -> dict[str, tf.Tensor]:
+        """Pages by what they are for, each int64; what slots are in ``used [slots]`` does not
+        matter here."""
+        del used
+        references = self.variables.references.read()[1:]
+        indexed = self.variables.indexed.read()[1:]
+
+        def count(pages: tf.Tensor) -> tf.Tensor:
+            return tf.reduce_sum(tf.cast(pages, tf.int64))
+
+        return {
+            "pages_used": count(references > 0),
+            "pages_shared": count(references > 1),
+            "pages_cached": count((references == 0) & indexed),
+            "pages_free": count((references == 0) & ~indexed),
+        }
+
     def check_integrity(self) -> tf.Tensor:
         """How many invariants do not hold, int64: every page is referred to by as many
         table entries as it counts, and the spare slot has none."""

@@ -9,6 +9,7 @@ import tensorflow as tf
 from tfkv.errors import Status
 from tfkv.export.geometry import CacheGeometry
 from tfkv.export.rows import GIVEN, STOPPED, Admission, Request
+from tfkv.export.slot_geometry import SlotGeometry
 
 
 class Remembered(NamedTuple):
@@ -129,7 +130,7 @@ def make_plan(
     request: Request,
     admission: Admission,
     stored: Remembered,
-    geometry: CacheGeometry,
+    geometry: CacheGeometry | SlotGeometry,
     budget: PrefillBudget,
     chunk: int,
 ) -> Plan:
@@ -231,7 +232,7 @@ def _find_run(
 
 def _span(
     stored: Remembered,
-    geometry: CacheGeometry,
+    geometry: CacheGeometry | SlotGeometry,
     position: tf.Tensor,
     end: tf.Tensor,
     whole: tf.Tensor,

@@ -12,6 +12,7 @@ from tfkv.export.adapter_table import ANOTHER, NO_SUCH, AdapterTable
 from tfkv.export.page_table import PageTable
 from tfkv.export.plan import Refusal
 from tfkv.export.rows import Admission, Request
+from tfkv.export.session_slots import SessionSlots
 from tfkv.export.transient import TransientVariable, unique_name
 
 T = TypeVar("T")
@@ -71,7 +72,12 @@ class SessionTable(tf.Module):
     """
 
     def __init__(
-        self, slots: int, ttl_ms: int, pages: PageTable, quota: int, adapters: AdapterTable
+        self,
+        slots: int,
+        ttl_ms: int,
+        pages: PageTable | SessionSlots,
+        quota: int,
+        adapters: AdapterTable,
     ) -> None:
         super().__init__(name="sessions")
         self.slots = slots

@@ -12,6 +12,7 @@ from tfkv.export.history import History
 from tfkv.export.layer_pools import LayerPools
 from tfkv.export.page_table import PageTable
 from tfkv.export.rows import Admission, Answer
+from tfkv.export.session_slots import SessionSlots
 from tfkv.export.session_table import SessionTable
 from tfkv.export.transient import TransientVariable
 from tfkv.manifest import STATS
@@ -45,12 +46,16 @@ class Stats:
     Args:
         sessions: The session table.
         history: The sessions' memory.
-        pools: The page pools.
-        table: Whose pages are whose.
+        pools: The page pools, or the slots that stand for them.
+        table: Whose pages are whose, likewise.
     """
 
     def __init__(
-        self, sessions: SessionTable, history: History, pools: LayerPools, table: PageTable
+        self,
+        sessions: SessionTable,
+        history: History,
+        pools: LayerPools | SessionSlots,
+        table: PageTable | SessionSlots,
     ) -> None:
         self._sessions = sessions
         self._history = history
@@ -113,21 +118,11 @@ class Stats:
         self.counters.assign(counters)
         used = self._sessions.expiry.read()[:-1] > 1
         held, filled = self._history.held.read()[:-1], self._history.filled.read()[:-1]
-        references = self._table.variables.references.read()[1:]
-        indexed = self._table.variables.indexed.read()[1:]
-
-        def count(pages: tf.Tensor) -> tf.Tensor:
-            return tf.reduce_sum(tf.cast(pages, tf.int64))
-
-        pages = count(references > 0)
-        page_bytes = self._pools.page_bytes
+        usage = self._table.usage(used)
         now = {
             "slots_used": tf.reduce_sum(tf.cast(used, tf.int32)),
-            "pages_used": pages,
-            "pages_shared": count(references > 1),
-            "pages_cached": count((references == 0) & indexed),
-            "pages_free": count((references == 0) & ~indexed),
-            "bytes_used": pages * page_bytes,
+            **usage,
+            "bytes_used": usage["pages_used"] * self._pools.page_bytes,
             "sessions_reaped": self._sessions.reaped.read(),
             "integrity": self._broken(names, used, held, filled),
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -18,6 +18,9 @@ from tfkv.export.importers import ModelSource
 from tfkv.export.lora_adapter import LoraAdapter
 from tfkv.export.packed_weights import as_served
 from tfkv.manifest import MAX_STOP_TOKENS, Manifest, SignatureSpec
+
+if TYPE_CHECKING:
+    from tfkv.generation import Decoder
 
 #: Two logits nearer than this may change places through rounding alone (design: near ties).
 NEAR_TIE = 1e-4
@@ -109,11 +112,11 @@ def verify(
     report("verify", 0, steps)
     with LoadedArtifact(version_dir) as artifact:
         report("verify", 1, steps)
-        said = []
+        engine, said = artifact.engine, []
+        room = min(engine.capacity, model.config.context_length)
         for number, name in enumerate(names):
-            said.append(_ask(artifact, name))
+            said.append(_ask(artifact, model.config.vocabulary_size, room, name))
             report("verify", 2 + number, steps)
-        engine = artifact.manifest.engine
     for number, (name, answer) in enumerate(zip(names, said, strict=True)):
         try:
             weights, served = (
@@ -141,12 +144,11 @@ class _Said(NamedTuple):
     sampled: np.ndarray
 
 
-def _ask(artifact: LoadedArtifact, adapter: str) -> _Said:
-    """Has a session of its own answer a prompt."""
-    engine, model = artifact.engine, artifact.manifest.model
-    room = min(engine.capacity, model.context_length)
+def _ask(artifact: LoadedArtifact, vocabulary: int, room: int, adapter: str = "") -> _Said:
+    """Has a session of its own, of at most `room` tokens, answer a prompt."""
+    engine = artifact.engine
     size = min(24, engine.prefill_tokens, room // 2)
-    prompt = np.random.default_rng(0).integers(0, model.vocabulary_size, size)
+    prompt = np.random.default_rng(0).integers(0, vocabulary, size)
     row = {
         "session_id": [f"verify {adapter}"],
         "adapter": [adapter],
@@ -197,21 +199,49 @@ def _check(
         # So are activations rounded, a hundred times finer than weights; real models move by a
         # twentieth of what the weights' rounding moves them.
         apart += _furthest(expect(caches, model.weights), expected) / 4
-    _compare(expected, len(said.prompt), said.logits, said.sampled, apart)
+    _compare(expected, said, apart)
 
 
-def _through_cache(reference: object, prompt: np.ndarray, sampled: np.ndarray) -> np.ndarray:
+def verify_keras(
+    decoder: Decoder,
+    version_dir: pathlib.Path,
+    positions: int,
+    report: Callable[[str, int, int], None],
+) -> None:
+    """Compares a written artifact with the Keras model that it was made of.
+
+    Args:
+        decoder: The model.
+        version_dir: What was written.
+        positions: Most tokens of a session.
+        report: Progress callback.
+
+    Raises:
+        ExportError: They differ; it says where first.
+    """
+    report("verify", 0, 2)
+    with LoadedArtifact(version_dir) as artifact:
+        said = _ask(artifact, decoder.vocabulary_size, positions)
+    report("verify", 1, 2)
+    expected = _through_cache(decoder, said.prompt, said.sampled)
+    whole = np.concatenate([said.prompt, said.sampled])[np.newaxis].astype(np.int32)
+    exact = decoder.logits(decoder.hidden_states(tf.constant(whole))[0])[0].numpy()
+    _compare(expected, said, 2 * _furthest(expected, exact))
+    report("verify", 2, 2)
+
+
+def _through_cache(reference: Decoder, prompt: np.ndarray, sampled: np.ndarray) -> np.ndarray:
     """Logits ``[T, V]`` of the Keras model, read through its own cache.
 
     Cut where the artifact cuts, so that as much is read back from the cache.
     """
-    state = reference.init_state(1)  # type: ignore[attr-defined]
+    state = reference.init_state(1)
     pieces = []
     for piece in (prompt[:-1], np.concatenate([prompt[-1:], sampled])):
         if piece.size:
-            ids = piece[np.newaxis].astype(np.int32)
-            logits, state = reference(ids, state=state)  # type: ignore[operator]
-            pieces.append(np.asarray(logits[0]))
+            ids = tf.constant(piece[np.newaxis].astype(np.int32))
+            hidden, state = reference.hidden_states(ids, state=state)
+            pieces.append(np.asarray(reference.logits(hidden)[0]))
     return np.concatenate(pieces)
 
 
@@ -229,10 +259,9 @@ def _expect_ok(answer: dict[str, np.ndarray], signature: str) -> None:
         )
 
 
-def _compare(
-    expected: np.ndarray, size: int, logits: np.ndarray, tokens: np.ndarray, room: np.ndarray
-) -> None:
+def _compare(expected: np.ndarray, said: _Said, room: np.ndarray) -> None:
     """Compares with logits of the reference; ``room [T]`` is what a lossy codec may differ by."""
+    size, logits = len(said.prompt), said.logits
     gap = float(np.max(np.abs(expected[size - 1] - logits)))
     scale = max(1.0, float(np.max(np.abs(expected[size - 1]))) / 20)
     most = max(LOGIT_GAP * scale, float(room[size - 1]))
@@ -241,7 +270,7 @@ def _compare(
             f"The written artifact's logits differ from the Keras model's by {gap:.2e}, "
             f"expected at most {most:.0e}. Nothing was left on disk."
         )
-    for step, token in enumerate(tokens):
+    for step, token in enumerate(said.sampled):
         row = expected[size - 1 + step]
         best = np.sort(row)[-2:]
         if token != row.argmax():

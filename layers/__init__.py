@@ -11,9 +11,11 @@ from typing import Any
 _MODULES = {
     "CacheSpec": "cache_spec",
     "CacheView": "cache_view",
+    "CachedCrossAttention": "cached_cross_attention",
     "CachedMultiHeadAttention": "cached_multi_head_attention",
     "DecoderBlock": "decoder_block",
     "DenseStore": "dense_store",
+    "EncodedStore": "encoded_store",
     "EntryLayout": "entry_layout",
     "EvictingStore": "evicting_store",
     "Experts": "experts",
@@ -25,9 +27,11 @@ _MODULES = {
 __all__ = [
     "CacheSpec",
     "CacheView",
+    "CachedCrossAttention",
     "CachedMultiHeadAttention",
     "DecoderBlock",
     "DenseStore",
+    "EncodedStore",
     "EntryLayout",
     "EvictingStore",
     "Experts",

@@ -12,18 +12,18 @@ import tensorflow as tf
 from tfkv.architecture import Rope, read
 from tfkv.errors import CacheError, ConfigError
 from tfkv.layers import attention, masks
+from tfkv.layers.attention_heads import AttentionHeads, silenced
 from tfkv.layers.cache_fit import check_fit
 from tfkv.layers.cache_spec import CacheSpec
 from tfkv.layers.cache_view import CacheView
 from tfkv.layers.codecs import CODECS, CacheCodec, Codec, Coded
 from tfkv.layers.codecs.codec import code_of_heads
+from tfkv.layers.continuation import Continuation
 from tfkv.layers.dense_store import DenseStore
 from tfkv.layers.evicting_store import Asked, EvictingStore, Weighing
-from tfkv.layers.keras_api import LEGACY, keras
-from tfkv.layers.normalization import rms_normalize
+from tfkv.layers.keras_api import keras
 from tfkv.layers.positions import consecutive_positions, first_position
 from tfkv.layers.ragged_store import RaggedStore
-from tfkv.layers.rms_norm import RMSNorm
 from tfkv.layers.rotary import look_from, rotary_angles, rotate
 from tfkv.layers.scoring import Scoring, grouped_slopes
 from tfkv.layers.store import State
@@ -31,6 +31,10 @@ from tfkv.layers.stores import make_store
 
 #: How a chunk that was never stored is written.
 _FLOAT32 = CODECS["float32"]
+
+
+#: Keys and values of a chunk and their positions, for layers that share them.
+KeysValues = dict[str, tf.Tensor]
 
 
 class _Chunk(NamedTuple):
@@ -63,7 +67,7 @@ class _Chunk(NamedTuple):
 
 
 @keras.saving.register_keras_serializable(package="tfkv")
-class CachedMultiHeadAttention(keras.layers.Layer):
+class CachedMultiHeadAttention(AttentionHeads):
     """Causal multi-head, grouped-query or multi-query attention with a KV cache.
 
     Choose it in place of `keras.layers.MultiHeadAttention` in a decoder that is to be
@@ -105,6 +109,9 @@ class CachedMultiHeadAttention(keras.layers.Layer):
         query_scale: What queries are multiplied by; 0 = 1/√H.
         query_key_epsilon: Each head's queries and keys pass an RMSNorm with this epsilon before
             they are turned; 0 = none.
+        share_kv_with: An earlier layer, or its name, whose keys and values this one reads: it
+            has no projections for them and no cache of its own. Heads, rotation, cache and
+            capacity must be those of that layer, which must not share itself.
 
     Call arguments:
         x: ``[B, T, D]``.
@@ -117,11 +124,15 @@ class CachedMultiHeadAttention(keras.layers.Layer):
             one.
         keep: bool ``[B, T]``, False = a token that the chunk sees, and nothing after it; for a
             policy that evicts.
+        kv: For a layer that shares: what the layer that it names returned as its third. Its
+            `state` is then the one that was given to that layer.
+        return_kv: Whether keys and values of the chunk are returned as well.
 
     Returns:
         ``(output, state)``: ``[B, T, D]`` in the compute dtype, and the state after the
-        chunk, of the same spec (empty where none was given). Outputs of padding are
-        meaningless.
+        chunk, of the same spec (empty where none was given, or where the layer shares). Outputs
+        of padding are meaningless. With `return_kv` also a dict: ``keys`` and ``values``, float32
+        ``[B, K, T, H]``, and ``positions``, int32 ``[B, T]``.
 
     Raises:
         ConfigError: An argument is out of range, or the cache string cannot be read.
@@ -137,7 +148,8 @@ class CachedMultiHeadAttention(keras.layers.Layer):
 
     Reference:
         Ainslie et al., GQA, https://arxiv.org/abs/2305.13245; Su et al., RoFormer,
-        https://arxiv.org/abs/2104.09864
+        https://arxiv.org/abs/2104.09864; keys and values of another layer: Brandon et al., CLA,
+        https://arxiv.org/abs/2405.12981
     """
 
     def __init__(
@@ -158,100 +170,86 @@ class CachedMultiHeadAttention(keras.layers.Layer):
         soft_cap: float = 0.0,
         query_scale: float = 0.0,
         query_key_epsilon: float = 0.0,
+        share_kv_with: str | CachedMultiHeadAttention | None = None,
         **kwargs: Any,
     ) -> None:
-        # Keras would cast the float tensors of a state to the compute dtype.
-        super().__init__(autocast=False, **kwargs)
-        _require_tensorflow()
-        self.num_heads = num_heads
-        self.key_dim = key_dim
-        self.num_key_value_heads = num_heads if num_key_value_heads is None else num_key_value_heads
+        super().__init__(
+            num_heads,
+            key_dim,
+            num_key_value_heads,
+            use_bias,
+            kernel_initializer,
+            use_output_bias,
+            soft_cap,
+            query_scale,
+            query_key_epsilon,
+            **kwargs,
+        )
         self.rope_max_wavelength = rope_max_wavelength
         self.capacity = capacity
         self.slack = slack
-        self.use_bias = use_bias
-        self.kernel_initializer = keras.initializers.get(kernel_initializer)
-        self.use_output_bias = use_bias if use_output_bias is None else use_output_bias
         self.rope: Rope | None = read(Rope, rope)
         if self.rope is None and rope_max_wavelength is not None:
             self.rope = Rope(rope_max_wavelength)
         self.alibi_scale = alibi_scale
         self.window = window
-        self.soft_cap = soft_cap
-        self.query_scale = query_scale or key_dim**-0.5
-        self.query_key_epsilon = query_key_epsilon
-        self.supports_masking = True
         self._check()
         group = num_heads // self.num_key_value_heads
         self.store = make_store(cache, self.num_key_value_heads, key_dim, capacity, slack, group)
         self.cache = self.store.cache
         check_fit(self.cache, "alibi" if alibi_scale else "rope")
+        self.share_kv_with = self._checked_source(share_kv_with)
+        #: What layers that share its keys and values know it by.
+        self.shared_name = self.name
+
+    def _checked_source(self, source: str | CachedMultiHeadAttention | None) -> str | None:
+        """Name of the layer whose keys and values this one reads."""
+        if source is None:
+            return None
+        if self.store.longest_chunk is not None:
+            raise ConfigError(
+                "`share_kv_with` needs a cache that reads any chunk at once, and "
+                f"{str(self.cache)!r} evicts, or codes tokens together. Choose 'dense', "
+                "'sliding_window' or 'quest', and a codec such as 'int8'."
+            )
+        if not isinstance(source, CachedMultiHeadAttention):
+            return source
+        if source.share_kv_with is not None:
+            raise ConfigError(
+                "`share_kv_with` must name a layer that has keys and values of its own. Received: "
+                f"{source.name!r}, which shares those of {source.share_kv_with!r}. Name that one."
+            )
+        for name in ("num_key_value_heads", "key_dim", "rope", "cache", "capacity", "slack"):
+            mine, its = getattr(self, name), getattr(source, name)
+            if mine != its:
+                raise ConfigError(
+                    f"`{name}` must be that of {source.name!r}, whose keys and values are shared: "
+                    f"{its}. Received: {name}={mine}."
+                )
+        return source.name
 
     def _check(self) -> None:
-        heads, shared = self.num_heads, self.num_key_value_heads
-        for name, value in (("num_heads", heads), ("num_key_value_heads", shared)):
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(
-                    f"`{name}` must be an integer of at least 1. Received: {name}={value!r}."
-                )
-        if heads % shared:
-            raise ConfigError(
-                f"`num_heads` must be a multiple of num_key_value_heads={shared}. "
-                f"Received: num_heads={heads}."
-            )
         if self.rope_max_wavelength is not None and self.key_dim % 2:
             raise ConfigError(f"`key_dim` must be even for RoPE. Received: key_dim={self.key_dim}.")
         if self.rope is not None:
             self.rope.check(self.key_dim)
-        for name in ("alibi_scale", "window", "soft_cap", "query_scale", "query_key_epsilon"):
-            if getattr(self, name) < 0:
-                value = getattr(self, name)
-                raise ConfigError(f"`{name}` must not be below 0. Received: {name}={value!r}.")
+        self._check_not_negative("alibi_scale", "window")
 
     def build(self, input_shape: tuple[int | None, ...]) -> None:
-        hidden_dim = input_shape[-1]
-        head_shape = (None, None, self.num_heads, self.key_dim)
-        self.query = self._project("btd,dnh->btnh", head_shape[1:], "nh", "query")
-        head_shape_kv = (None, self.num_key_value_heads, self.key_dim)
-        self.key = self._project("btd,dkh->btkh", head_shape_kv, "kh", "key")
-        self.value = self._project("btd,dkh->btkh", head_shape_kv, "kh", "value")
-        output_shape = (None, hidden_dim)
-        self.attention_output = self._project(
-            "btnh,nhd->btd", output_shape, "d", "attention_output"
-        )
-        for projection in (self.query, self.key, self.value):
-            projection.build((None, None, hidden_dim))
-        self.attention_output.build(head_shape)
-
-        if self.query_key_epsilon:
-            epsilon = self.query_key_epsilon
-            for name in ("query_norm", "key_norm"):
-                norm = RMSNorm(epsilon, dtype=self.dtype_policy, name=name)
-                norm.build((None, None, None, self.key_dim))
-                setattr(self, name, norm)
+        self._build_heads(input_shape[-1], None if self.share_kv_with else input_shape[-1])
         self.built = True
 
-    def _project(
-        self, equation: str, output_shape: tuple[int | None, ...], bias_axes: str, name: str
-    ) -> keras.layers.EinsumDense:
-        biased = self.use_output_bias if name == "attention_output" else self.use_bias
-        config = keras.initializers.serialize(self.kernel_initializer)
-        return keras.layers.EinsumDense(
-            equation,
-            output_shape=output_shape,
-            bias_axes=bias_axes if biased else None,
-            kernel_initializer=keras.initializers.deserialize(config),
-            dtype=self.dtype_policy,
-            name=name,
-        )
-
     def get_state_spec(self, batch_size: int) -> dict[str, tf.TensorSpec]:
-        """Shape and dtype of every tensor of the state."""
-        return self.store.spec(batch_size)
+        """Shape and dtype of every tensor of the state; none where the layer shares."""
+        return {} if self.share_kv_with else self.store.spec(batch_size)
 
     def init_state(self, batch_size: int) -> State:
-        """The state of empty sessions."""
-        return self.store.init(batch_size)
+        """The state of empty sessions; empty where the layer shares."""
+        return {} if self.share_kv_with else self.store.init(batch_size)
+
+    def bytes_per_session(self) -> int:
+        """Bytes of cache that one session takes in this layer; 0 where it shares."""
+        return 0 if self.share_kv_with else self.store.bytes_per_session()
 
     def call(
         self,
@@ -261,17 +259,64 @@ class CachedMultiHeadAttention(keras.layers.Layer):
         training: bool = False,
         mask: tf.Tensor | None = None,
         keep: tf.Tensor | None = None,
-    ) -> tuple[tf.Tensor, State]:
+        kv: KeysValues | None = None,
+        return_kv: bool = False,
+    ) -> tuple[tf.Tensor, State] | tuple[tf.Tensor, State, KeysValues]:
         # Keras models have no place for a None among their outputs, hence the empty state.
-        if training and state:
-            raise CacheError(
-                "`state` must be None in training: codes have no gradient. Received: "
-                "training=True and a state. Leave out `state`, or pass training=False."
-            )
+        if training:
+            self._refuse_to_train(state)
+        self._check_sharing(kv, return_kv)
         # Beside a second tensor argument Keras does not fill in `mask` by itself.
         mask = getattr(x, "_keras_mask", None) if mask is None else mask
         x = tf.cast(x, self.compute_dtype)
-        positions = self._positions(x, positions, state, mask)
+        scope = None if state else Continuation.current()
+        if kv is not None:
+            positions = kv["positions"]
+            before = state if scope is None else scope.of(str(self.share_kv_with))
+            output, _, _ = self._advance(x, positions, before, alone=x.shape[1] == 1, kv=kv)
+            return output, {}
+        if scope is None:
+            positions = self._positions(x, positions, state, mask)
+            output, state, made = self._follow(x, positions, state, keep)
+        else:
+            # What is padding it knows: a padding id that was sampled is a token.
+            positions = _fitting(scope.positions, x) if positions is None else positions
+            before = scope.take(self, self.shared_name)
+            output, after, made = self._follow(x, positions, before, keep)
+            scope.give(after)
+            state = {}
+        return (output, state, {**made, "positions": positions}) if return_kv else (output, state)
+
+    def _check_sharing(self, kv: KeysValues | None, return_kv: bool) -> None:
+        """Refuses calls that do not go with what the layer shares."""
+        if (kv is None) != (self.share_kv_with is None):
+            raise CacheError(
+                "`kv` and `share_kv_with` belong together: a layer that shares needs what the "
+                f"other returned with return_kv=True. Received: share_kv_with="
+                f"{self.share_kv_with!r} and kv={'None' if kv is None else 'a dict'}."
+            )
+        if return_kv and self.share_kv_with is not None:
+            raise CacheError(
+                f"A layer that shares has no keys and values to return. Pass on those that "
+                f"{self.share_kv_with!r} returned."
+            )
+        if return_kv and self.store.longest_chunk is not None:
+            raise CacheError(
+                "`return_kv` needs a cache that reads any chunk at once. Received: "
+                f"cache={str(self.cache)!r}, which evicts, or codes tokens together."
+            )
+        heads = None if kv is None else (kv["keys"].shape[1], kv["keys"].shape[3])
+        if heads not in (None, (self.num_key_value_heads, self.key_dim)):
+            raise CacheError(
+                f"`kv` must have {self.num_key_value_heads} KV heads of width {self.key_dim}. "
+                f"Received: {heads}."
+            )
+
+    def _follow(
+        self, x: tf.Tensor, positions: tf.Tensor, state: State | None, keep: tf.Tensor | None
+    ) -> tuple[tf.Tensor, State, KeysValues]:
+        """A chunk of any length: output, state after it, and its keys and values where it was
+        read at once."""
         if keep is not None and not (state and self.cache.policy.evicts):
             raise CacheError(
                 "`keep` needs a state, and a policy that evicts. Received: "
@@ -287,7 +332,7 @@ class CachedMultiHeadAttention(keras.layers.Layer):
                 to_come = tf.where(whole[:, tf.newaxis], positions[:, piece], -1)
                 state = self._evicting.make_room(state, to_come, self.weighing())
             alone = x.shape[1] == 1
-            output, state = self._advance(x[:, piece], positions[:, piece], state, whole, alone)
+            output, state, _ = self._advance(x[:, piece], positions[:, piece], state, whole, alone)
             if keep is not None:
                 whole = (state["dropped"] == before)[:, tf.newaxis]
                 hidden = tf.where(
@@ -295,7 +340,7 @@ class CachedMultiHeadAttention(keras.layers.Layer):
                 )
                 state = self._evicting.hide(state, hidden)
             outputs.append(output)
-        return tf.concat(outputs, axis=1), state
+        return tf.concat(outputs, axis=1), state, {}
 
     @property
     def _evicting(self) -> EvictingStore | RaggedStore:
@@ -347,10 +392,12 @@ class CachedMultiHeadAttention(keras.layers.Layer):
         state: State | None,
         also: tf.Tensor | bool = True,
         alone: bool = False,
-    ) -> tuple[tf.Tensor, State]:
+        kv: KeysValues | None = None,
+    ) -> tuple[tf.Tensor, State, KeysValues]:
         """One chunk, for which there is room; written in rows ``also [B]`` alone."""
-        mixed, state = self.mixed(x, positions, state, also, alone)
-        return self.attention_output(tf.cast(mixed, self.compute_dtype)), state or {}
+        mixed, state, chunk = self._pass(x, positions, state, also, alone, kv)
+        output = self.attention_output(tf.cast(mixed, self.compute_dtype))
+        return output, state or {}, dict(zip(("keys", "values"), chunk.exact, strict=True))
 
     def mixed(
         self,
@@ -372,9 +419,21 @@ class CachedMultiHeadAttention(keras.layers.Layer):
         Returns:
             float32 ``[B, T, N, H]``, and the state.
         """
-        # A weight of 0 does not silence what is not finite.
-        x = tf.where((positions >= 0)[..., tf.newaxis], x, tf.zeros_like(x))
-        queries, keys, values = self.project_in(x, positions)
+        return self._pass(x, positions, state, also, alone)[:2]
+
+    def _pass(
+        self,
+        x: tf.Tensor,
+        positions: tf.Tensor,
+        state: State | None,
+        also: tf.Tensor | bool = True,
+        alone: bool = False,
+        kv: KeysValues | None = None,
+    ) -> tuple[tf.Tensor, State | None, _Chunk]:
+        """As `mixed`, and the chunk; one whose keys and values `kv` are another layer's is not
+        written here."""
+        x = silenced(x, positions >= 0)
+        queries, keys, values = self.project_in(x, positions, kv)
         codec = self.cache.codec if state else _FLOAT32
         coded = _encoded(codec.keys, keys), _encoded(codec.values, values)
         chunk = _Chunk(queries, positions, (keys, values), coded, self._scoring(), alone)
@@ -389,14 +448,14 @@ class CachedMultiHeadAttention(keras.layers.Layer):
                 *(tf.concat(fields, axis=1) for fields in zip(*seen, strict=True))
             )
         mixed = attention.ungroup_output(attention.normalize(part), self.num_heads)
-        if state:
+        if state and kv is None:
             before = state["dropped"]
             state = self.store.write(state, positions, *coded, mixed, chunk.exact, also)
             if self.cache.policy.evicts:
                 written = (state["dropped"] == before)[:, tf.newaxis]
                 asked = Asked(queries, tf.where(written, positions, -1), chunk.scoring)
                 state = self._evicting.observe(state, asked)
-        return mixed, state
+        return mixed, state, chunk
 
     def _attend_stored(self, chunk: _Chunk, store: DenseStore, state: State) -> attention.Partial:
         """Attention of a chunk over what is stored, and over itself."""
@@ -443,39 +502,41 @@ class CachedMultiHeadAttention(keras.layers.Layer):
         return tf.where(given, tf.cast(positions, tf.int32), -1)
 
     def project_in(
-        self, x: tf.Tensor, positions: tf.Tensor
+        self, x: tf.Tensor, positions: tf.Tensor, kv: KeysValues | None = None
     ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """Grouped queries ``[B, K, Q, H]``, keys and values ``[B, K, T, H]``, in float32, of
-        ``x [B, T, D]`` at ``positions [B, T]``: as they meet, rotated."""
-        queries, keys, values = (
-            tf.cast(projection(x), tf.float32) for projection in (self.query, self.key, self.value)
-        )
-        if self.query_key_epsilon:
-            queries, keys = (
-                rms_normalize(x, tf.convert_to_tensor(norm.scale), self.query_key_epsilon)
-                for x, norm in ((queries, self.query_norm), (keys, self.key_norm))
-            )
+        ``x [B, T, D]`` at ``positions [B, T]``: as they meet, rotated.
+
+        Raises:
+            CacheError: The layer shares keys and values, and `kv` was not given.
+        """
+        self._check_sharing(kv, return_kv=False)
+        names = ("query", "key", "value") if kv is None else ("query",)
+        heads = [self._heads_of(name, x) for name in names]
         if self.rope is not None:
             angles = rotary_angles(positions, self.key_dim, self.rope)
-            queries, keys = rotate(queries, *angles), rotate(keys, *angles)
-        return (
-            attention.group_queries(queries, self.num_key_value_heads, self.query_scale),
-            tf.transpose(keys, [0, 2, 1, 3]),
-            tf.transpose(values, [0, 2, 1, 3]),
-        )
+            heads[:2] = [rotate(one, *angles) for one in heads[:2]]
+        queries = attention.group_queries(heads[0], self.num_key_value_heads, self.query_scale)
+        if kv is not None:
+            return queries, kv["keys"], kv["values"]
+        keys, values = (tf.transpose(one, [0, 2, 1, 3]) for one in heads[1:])
+        return queries, keys, values
 
-    def attention_weights(self, x: tf.Tensor, positions: tf.Tensor) -> tf.Tensor:
+    def attention_weights(
+        self, x: tf.Tensor, positions: tf.Tensor, kv: KeysValues | None = None
+    ) -> tf.Tensor:
         """What each token of a text attends to, for pictures: within the policy's window, as if
         nothing was rounded or evicted.
 
         Args:
             x: ``[B, T, D]``.
             positions: int32 ``[B, T]``; −1 = padding.
+            kv: As of `call`.
 
         Returns:
             float32 ``[B, N, T, T]``, rows summing to 1.
         """
-        queries, keys, _ = self.project_in(tf.cast(x, self.compute_dtype), positions)
+        queries, keys, _ = self.project_in(tf.cast(x, self.compute_dtype), positions, kv)
         policy, stored = self.cache.policy, {"codes": keys}
         scores = _FLOAT32.scores(queries, stored)
         if policy.furthest is not None and self.rope_max_wavelength is not None:
@@ -514,22 +575,14 @@ class CachedMultiHeadAttention(keras.layers.Layer):
     def get_config(self) -> dict[str, Any]:
         return {
             **super().get_config(),
-            "num_heads": self.num_heads,
-            "key_dim": self.key_dim,
-            "num_key_value_heads": self.num_key_value_heads,
             "rope_max_wavelength": self.rope_max_wavelength,
             "cache": self.cache.to_config(),
             "capacity": self.capacity,
             "slack": self.slack,
-            "use_bias": self.use_bias,
-            "kernel_initializer": keras.initializers.serialize(self.kernel_initializer),
-            "use_output_bias": self.use_output_bias,
             "rope": None if self.rope is None else dataclasses.asdict(self.rope),
             "alibi_scale": self.alibi_scale,
             "window": self.window,
-            "soft_cap": self.soft_cap,
-            "query_scale": self.query_scale,
-            "query_key_epsilon": self.query_key_epsilon,
+            "share_kv_with": self.share_kv_with,
         }
 
 
@@ -538,16 +591,21 @@ def _encoded(codec: Codec, x: tf.Tensor) -> Coded:
     return codec.encode(x) if codec.tokens == 1 else {}
 
 
+def _fitting(positions: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
+    """The positions of a `Continuation`, for ``x [B, T, D]``.
+
+    Raises:
+        CacheError: They are of another number of tokens.
+    """
+    if x.shape[1] is not None and x.shape[1] != positions.shape[1]:
+        raise CacheError(
+            f"A layer with a cache must see each token of a chunk: it got {x.shape[1]} in place of "
+            f"{positions.shape[1]}. Give it `positions`, or keep the length of the sequence."
+        )
+    return positions
+
+
 def _asking(positions: tf.Tensor, keys: tf.Tensor) -> tf.Tensor:
     """``positions [B, T]`` of queries beside those of keys: ``[B, 1, T]`` where KV heads hold
     keys of their own."""
     return positions if keys.shape.rank == 2 else positions[:, tf.newaxis]
-
-
-def _require_tensorflow() -> None:
-    backend = "tensorflow" if LEGACY else keras.backend.backend()
-    if backend != "tensorflow":
-        raise ConfigError(
-            "tfkv layers need Keras on TensorFlow: set KERAS_BACKEND=tensorflow before Keras is "
-            f"imported. Received: backend={backend!r}."
-        )

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfkv.architecture import BlockOptions, read
 from tfkv.errors import ConfigError
 from tfkv.layers.cache_spec import CacheSpec
-from tfkv.layers.cached_multi_head_attention import CachedMultiHeadAttention
+from tfkv.layers.cached_multi_head_attention import CachedMultiHeadAttention, KeysValues
 from tfkv.layers.experts import Experts
 from tfkv.layers.feed_forward import activate
 from tfkv.layers.keras_api import keras
@@ -38,12 +38,14 @@ class DecoderBlock(keras.layers.Layer):
         slack: Tokens that a window keeps so that as many can be taken back.
         options: What differs from Llama; a `tfkv.architecture.BlockOptions` or a dict of its
             fields.
+        share_kv_with: Name of an earlier block whose keys and values this one reads; see
+            `CachedMultiHeadAttention`.
 
     Call arguments:
-        x, positions, state, training, mask: As of `CachedMultiHeadAttention`.
+        x, positions, state, training, mask, kv, return_kv: As of `CachedMultiHeadAttention`.
 
     Returns:
-        ``(output, state)``, as of `CachedMultiHeadAttention`.
+        ``(output, state)``, or with `return_kv` three, as of `CachedMultiHeadAttention`.
 
     Raises:
         ConfigError: An argument is out of range.
@@ -65,6 +67,7 @@ class DecoderBlock(keras.layers.Layer):
         capacity: int = 2048,
         slack: int = 0,
         options: BlockOptions | Mapping[str, Any] | None = None,
+        share_kv_with: str | None = None,
         **kwargs: Any,
     ) -> None:
         # Keras would cast the float tensors of a state to the compute dtype.
@@ -96,9 +99,11 @@ class DecoderBlock(keras.layers.Layer):
             soft_cap=own.soft_cap,
             query_scale=own.query_scale,
             query_key_epsilon=own.query_key_epsilon,
+            share_kv_with=share_kv_with,
             dtype=self.dtype_policy,
             name="attention",
         )
+        self.attention.shared_name = self.name
         self.feedforward_norm = self._norm("feedforward_norm")
         if norms.post_attention:
             self.post_attention_norm = self._norm("post_attention_norm")
@@ -152,18 +157,26 @@ class DecoderBlock(keras.layers.Layer):
         state: State | None = None,
         training: bool = False,
         mask: tf.Tensor | None = None,
-    ) -> tuple[tf.Tensor, State]:
+        kv: KeysValues | None = None,
+        return_kv: bool = False,
+    ) -> tuple[tf.Tensor, State] | tuple[tf.Tensor, State, KeysValues]:
         mask = getattr(x, "_keras_mask", None) if mask is None else mask
         x = tf.cast(x, self.compute_dtype)
-        attended, state = self.attention(
-            self.attention_norm(x), positions=positions, state=state, training=training, mask=mask
+        attended, *rest = self.attention(
+            self.attention_norm(x),
+            positions=positions,
+            state=state,
+            training=training,
+            mask=mask,
+            kv=kv,
+            return_kv=return_kv,
         )
         if self.options.norms.post_attention:
             attended = self.post_attention_norm(attended)
         if self.options.parallel_residual:
-            return x + attended + self.feed_forward(x), state
+            return (x + attended + self.feed_forward(x), *rest)
         x = x + attended
-        return x + self.feed_forward(x), state
+        return (x + self.feed_forward(x), *rest)
 
     def feed_forward(self, x: tf.Tensor) -> tf.Tensor:
         """What the feed-forward layer adds to ``x [B, T, D]``."""
@@ -190,4 +203,5 @@ class DecoderBlock(keras.layers.Layer):
             "capacity": attention.capacity,
             "slack": attention.slack,
             "options": dataclasses.asdict(self.options),
+            "share_kv_with": attention.share_kv_with,
         }

@@ -60,3 +60,12 @@ def visible(
         return seen
     recent = keys >= first_visible[..., :, tf.newaxis]
     return seen & (recent | (keys < sinks)) if sinks else seen & recent
+
+
+def stored(key_positions: tf.Tensor) -> tf.Tensor:
+    """Which keys are there, whatever asks, bool ``[..., 1, S]``.
+
+    Args:
+        key_positions: int32 ``[..., S]``; −1 marks an empty entry.
+    """
+    return (key_positions >= 0)[..., tf.newaxis, :]

@@ -212,9 +212,15 @@ class Attention:
             before they are turned; 0 = none.
         bias: Whether query, key and value projections add a bias.
         output_bias: Whether the output projection does.
+        share_kv_with: For each layer the earlier one whose keys and values it reads, −1 = it has
+            its own. Where left out, all have their own.
 
     Raises:
-        ConfigError: A value is out of range.
+        ConfigError: A value is out of range, or a layer shares with a later one, or with one that
+            shares itself.
+
+    Reference:
+        Keys and values of another layer: Brandon et al., CLA, https://arxiv.org/abs/2405.12981
     """
 
     windows: tuple[int, ...] = ()
@@ -223,9 +229,17 @@ class Attention:
     query_key_epsilon: float = 0.0
     bias: bool = False
     output_bias: bool = False
+    share_kv_with: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "windows", tuple(self.windows))
+        shared = tuple(self.share_kv_with)
+        object.__setattr__(self, "share_kv_with", shared)
+        for layer, source in enumerate(shared):
+            rule = f"must give layer {layer} -1, or the number of an earlier layer"
+            require(-1 <= source < layer, "share_kv_with", rule, shared)
+            rule = f"must give layer {layer} one that has keys and values of its own"
+            require(source < 0 or shared[source] < 0, "share_kv_with", rule, shared)
         require(all(w >= 0 for w in self.windows), "windows", "must not be below 0", self.windows)
         for name in ("soft_cap", "query_scale", "query_key_epsilon"):
             value = getattr(self, name)
@@ -327,7 +341,7 @@ class BlockOptions:
             as the block's `rope_max_wavelength` says.
         alibi_scale: What the slopes of ALiBi are multiplied by; 0 = no ALiBi.
         window: Newest tokens that a query sees, its own included; 0 = all.
-        attention: The rest of attention's; its `windows` do not count.
+        attention: The rest of attention's; its tables of layers do not count.
         norms: Which, and where.
         feed_forward: Shape of the feed-forward layer.
         experts: Of a block that has several; their `layers` do not count.

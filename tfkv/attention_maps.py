@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfkv.causal_lm import CausalLM
 from tfkv.errors import ConfigError
+from tfkv.layers.cached_multi_head_attention import KeysValues
 
 __all__ = ["attention_maps"]
 
@@ -35,8 +36,12 @@ def attention_maps(model: CausalLM, tokens: Sequence[int] | np.ndarray) -> np.nd
         raise ConfigError(f"`tokens` must be a list of token ids. Received: shape={ids.shape}.")
     positions = tf.range(ids.size)[tf.newaxis]
     x, found = model.token_embedding(ids[np.newaxis]), []
-    for block in model.blocks:
-        weights = block.attention.attention_weights(block.attention_norm(x), positions)
+    shared: dict[int, KeysValues] = {}
+    for index, block in enumerate(model.blocks):
+        kv = shared.get(model.config.kv_source(index))
+        weights = block.attention.attention_weights(block.attention_norm(x), positions, kv)
         found.append(weights.numpy()[0])
-        x, _ = block(x, positions=positions)
+        x, _, *made = block(x, positions=positions, kv=kv, return_kv=index in model.shared_layers)
+        for made_kv in made:
+            shared[index] = made_kv
     return np.stack(found)

@@ -13,6 +13,7 @@ from tfkv.config import DecoderConfig
 from tfkv.errors import ConfigError, ModelSourceError
 from tfkv.layers.cache_fit import check_fit
 from tfkv.layers.cache_spec import CacheSpec
+from tfkv.layers.cached_multi_head_attention import KeysValues
 from tfkv.layers.decoder_block import DecoderBlock
 from tfkv.layers.keras_api import KEEPS_DTYPE, keras, serialize_policy
 from tfkv.layers.layer_norm import LayerNorm
@@ -89,7 +90,8 @@ class CausalLM(keras.Model):
     Args:
         config: Architecture; a dict of its fields will do.
         cache: What the cache keeps and how it is written, policy then codec; or one for each
-            layer, as of `tfkv.layers.layer_caches`.
+            layer, as of `tfkv.layers.layer_caches`. A layer that shares keys and values has that
+            of the layer it shares with.
         capacity: Most tokens of a session, where the policy does not bound them; the
             model's context length where left out.
         slack: Tokens that a window keeps so that as many can be taken back.
@@ -138,6 +140,10 @@ class CausalLM(keras.Model):
             dtype=self.dtype_policy,
             name="token_embedding",
         )
+        sources = [config.kv_source(index) for index in range(config.num_layers)]
+        self.caches = [self.caches[source] for source in sources]
+        #: Layers whose keys and values others read.
+        self.shared_layers = frozenset(n for index, n in enumerate(sources) if n != index)
         self.blocks = [self._block(index) for index in range(config.num_layers)]
         self.final_norm = self._norm(config.final_epsilon, "final_norm")
         if config.norms.embedding:
@@ -165,6 +171,7 @@ class CausalLM(keras.Model):
 
     def _block(self, index: int) -> DecoderBlock:
         config = self.config
+        source = config.kv_source(index)
         return DecoderBlock(
             config.num_query_heads,
             config.num_key_value_heads,
@@ -176,6 +183,7 @@ class CausalLM(keras.Model):
             self.capacity,
             self.slack,
             config.block_options(index),
+            None if source == index else f"block_{source}",
             dtype=self.dtype_policy,
             name=f"block_{index}",
         )
@@ -207,6 +215,21 @@ class CausalLM(keras.Model):
             )
         self.built = True
 
+    @property
+    def vocabulary_size(self) -> int:
+        """Tokens that it knows (axis V)."""
+        return self.config.vocabulary_size
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens a session may hold; −1 = any number, of which the policies keep a part."""
+        limits = [block.attention.store.capacity for block in self.blocks]
+        return min((limit for limit in limits if limit >= 0), default=-1)
+
+    def no_hidden(self, batch_size: int) -> tf.Tensor:
+        """Stands for the last hidden state before there is one, ``[B, D]``."""
+        return tf.zeros([batch_size, self.config.hidden_dim], self.compute_dtype)
+
     def get_state_spec(self, batch_size: int) -> list[dict[str, tf.TensorSpec]]:
         """Shapes and dtypes of the state of each layer."""
         return [block.get_state_spec(batch_size) for block in self.blocks]
@@ -224,16 +247,16 @@ class CausalLM(keras.Model):
         ]
 
     def kept_positions(self, state: list[State]) -> list[tf.Tensor]:
-        """Which tokens a state holds: for each layer the positions of its entries, int32
-        ``[B, K, S]``, −1 = empty; S differs where layers do."""
+        """Which tokens a state holds: for each layer the positions of the entries that it reads,
+        int32 ``[B, K, S]``, −1 = empty; S differs where layers do."""
         return [
-            block.attention.store.kept_positions(own)
-            for block, own in zip(self.blocks, state, strict=True)
+            block.attention.store.kept_positions(state[self.config.kv_source(index)])
+            for index, block in enumerate(self.blocks)
         ]
 
     def bytes_per_session(self) -> int:
         """Bytes of cache that one session takes, counts and scales included; exact."""
-        return sum(block.attention.store.bytes_per_session() for block in self.blocks)
+        return sum(block.attention.bytes_per_session() for block in self.blocks)
 
     def call(
         self,
@@ -267,9 +290,20 @@ class CausalLM(keras.Model):
         x = self.embed(token_ids, positions)
         states = state or [{}] * len(self.blocks)
         after: list[State] = []
-        for block, before in zip(self.blocks, states, strict=True):
-            x, block_state = block(x, positions=positions, state=before, training=training)
-            after.append(block_state)
+        shared: dict[int, KeysValues] = {}
+        for index, block in enumerate(self.blocks):
+            source = self.config.kv_source(index)
+            x, own, *made = block(
+                x,
+                positions=positions,
+                state=states[source],
+                training=training,
+                kv=shared.get(source),
+                return_kv=index in self.shared_layers,
+            )
+            for kv in made:
+                shared[index] = kv
+            after.append(own)
         return self.final_norm(x), after if state else []
 
     def embed(self, token_ids: tf.Tensor, positions: tf.Tensor) -> tf.Tensor:

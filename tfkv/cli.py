@@ -581,6 +581,11 @@ def plan(
 
     if pathlib.Path(model).is_dir():
         config = Manifest.read(latest_version(model)).model
+        if config is None:
+            raise ConfigError(
+                f"{model} is an artifact of a Keras model, whose sessions are not on pages: "
+                "`tfkv inspect` says what one takes."
+            )
     else:
         config = load(model).config
     found = plan_memory(config, engine, context, _bytes("--memory", memory))

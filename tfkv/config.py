@@ -113,7 +113,15 @@ class DecoderConfig:
         of_layers(self.positions.of_layers, self.num_layers, "of_layers")
         for rope in self.ropes:
             rope.check(self.head_dim)
+        self._check_shared()
         self._check_experts()
+
+    def _check_shared(self) -> None:
+        shared = of_layers(self.attention.share_kv_with, self.num_layers, "share_kv_with")
+        turned = self.rope_of_layers
+        alike = all(source < 0 or turned[n] == turned[source] for n, source in enumerate(shared))
+        rule = "must name layers of the same rotation: keys are shared as they were turned"
+        require(alike, "share_kv_with", rule, shared)
 
     def _check_experts(self) -> None:
         if self.experts is None:
@@ -162,6 +170,11 @@ class DecoderConfig:
         """Newest tokens that a layer's queries see; 0 = all."""
         return self.attention.windows[layer] if self.attention.windows else 0
 
+    def kv_source(self, layer: int) -> int:
+        """The layer whose keys and values a layer reads: itself, where it does not share."""
+        shared = self.attention.share_kv_with
+        return shared[layer] if shared and shared[layer] >= 0 else layer
+
     def experts_of(self, layer: int) -> Experts | None:
         """Experts of a layer, where it has any."""
         experts = self.experts
@@ -175,7 +188,7 @@ class DecoderConfig:
             rope=None if rope == plain else rope,
             alibi_scale=self.positions.alibi_scale if self.positions.kind == "alibi" else 0.0,
             window=self.window(layer),
-            attention=dataclasses.replace(self.attention, windows=()),
+            attention=dataclasses.replace(self.attention, windows=(), share_kv_with=()),
             norms=self.norms,
             feed_forward=self.feed_forward,
             experts=self.experts_of(layer),

@@ -250,7 +250,8 @@ class _Systems:
         """
         artifacts = [latest_version(name) for name in names if pathlib.Path(name).is_dir()]
         manifests = [Manifest.read(directory) for directory in artifacts]
-        sizes = {manifest.model.vocabulary_size for manifest in manifests}
+        # What an artifact does not say of its model cannot differ.
+        sizes = {one.model.vocabulary_size for one in manifests if one.model is not None}
         if self._model is not None:
             sizes.add(self._model.config.vocabulary_size)
         elif len(artifacts) < len(names):

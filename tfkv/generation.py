@@ -7,18 +7,37 @@ codecs, policies and sampler.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import tensorflow as tf
 
 from tfkv.causal_lm import CausalLM
 from tfkv.errors import ConfigError
-from tfkv.layers.store import State
 from tfkv.samplers import SamplingParams, sample
 
 #: Stop tokens that one call may name.
 _MAX_STOP_TOKENS = 8
+
+
+class Decoder(Protocol):
+    """What generation asks of a model: `CausalLM` and `CachedModel` are such."""
+
+    @property
+    def vocabulary_size(self) -> int: ...
+
+    @property
+    def most_tokens(self) -> int: ...
+
+    def init_state(self, batch_size: int) -> Any: ...
+
+    def no_hidden(self, batch_size: int) -> tf.Tensor: ...
+
+    def hidden_states(
+        self, token_ids: tf.Tensor, positions: tf.Tensor | None = None, state: Any = None
+    ) -> tuple[tf.Tensor, Any]: ...
+
+    def logits(self, hidden: tf.Tensor) -> tf.Tensor: ...
 
 
 class _Loop(NamedTuple):
@@ -30,7 +49,7 @@ class _Loop(NamedTuple):
         position: int32 ``[B]``, where the next token stands.
         done: bool ``[B]``, whether a stop token was sampled.
         tokens: int32 ``[B, steps]``, sampled so far; −1 after the end.
-        state: Cache of each layer.
+        state: Caches, as the model has them.
     """
 
     step: tf.Tensor
@@ -38,7 +57,7 @@ class _Loop(NamedTuple):
     position: tf.Tensor
     done: tf.Tensor
     tokens: tf.Tensor
-    state: list[State]
+    state: Any
 
 
 class Generator:
@@ -49,7 +68,7 @@ class Generator:
     at each call: training in between is seen.
 
     Args:
-        model: Decoder; its cache string and capacity are what is used.
+        model: Decoder; its caches are what is used.
         prefill_chunk: Prompt tokens of one compiled call.
         decode_chunk: Most steps of one compiled call.
         xla: Whether calls are compiled with XLA.
@@ -59,7 +78,7 @@ class Generator:
     """
 
     def __init__(
-        self, model: CausalLM, prefill_chunk: int = 64, decode_chunk: int = 16, xla: bool = True
+        self, model: Decoder, prefill_chunk: int = 64, decode_chunk: int = 16, xla: bool = True
     ) -> None:
         for name, value in (("prefill_chunk", prefill_chunk), ("decode_chunk", decode_chunk)):
             if value < 1:
@@ -82,6 +101,7 @@ class Generator:
         max_new_tokens: int,
         stop_tokens: Sequence[int] = (),
         sampling: SamplingParams | None = None,
+        state: Any = None,
     ) -> list[list[int]]:
         """Continues each prompt.
 
@@ -91,6 +111,8 @@ class Generator:
             stop_tokens: End a row; the one that did is included. At most 8.
             sampling: How to sample, fields ``[B]``; greedy where left out. The repetition
                 penalty is not applied here.
+            state: Sessions without a token to begin with, as the model has them; its
+                `init_state` where left out.
 
         Returns:
             New tokens of each row.
@@ -104,7 +126,7 @@ class Generator:
         stops = np.full([_MAX_STOP_TOKENS], -1, np.int32)
         stops[: len(stop_tokens)] = stop_tokens
         params = greedy_params(batch) if sampling is None else sampling
-        hidden, state = self._prefill_all(prompts)
+        hidden, state = self._prefill_all(prompts, state)
         position = tf.constant([len(prompt) for prompt in prompts], tf.int32)
         done = tf.zeros([batch], tf.bool)
         pieces = []
@@ -126,7 +148,7 @@ class Generator:
         prompts = [np.asarray(prompt, np.int32) for prompt in token_ids]
         if not prompts or any(prompt.ndim != 1 or not prompt.size for prompt in prompts):
             raise ConfigError("`token_ids` must be a list of prompts of at least one token each.")
-        vocabulary = self.model.config.vocabulary_size
+        vocabulary = self.model.vocabulary_size
         if any(prompt.min() < 0 or prompt.max() >= vocabulary for prompt in prompts):
             raise ConfigError(f"`token_ids` must be from 0 to {vocabulary - 1}.")
         if new < 0 or len(stops) > _MAX_STOP_TOKENS:
@@ -134,7 +156,7 @@ class Generator:
                 "`max_new_tokens` must not be negative, and `stop_tokens` may name at most "
                 f"{_MAX_STOP_TOKENS} tokens. Received: max_new_tokens={new}, {len(stops)} stops."
             )
-        capacity = self.model.blocks[0].attention.store.capacity
+        capacity = self.model.most_tokens
         longest = max(prompt.size for prompt in prompts) + new
         if 0 <= capacity < longest:
             raise ConfigError(
@@ -144,23 +166,23 @@ class Generator:
             )
         return prompts
 
-    def _prefill_all(self, prompts: list[np.ndarray]) -> tuple[tf.Tensor, list[State]]:
+    def _prefill_all(self, prompts: list[np.ndarray], state: Any) -> tuple[tf.Tensor, Any]:
         """Last hidden state of each prompt, and the caches that hold the prompts."""
         batch, longest = len(prompts), max(map(len, prompts))
         width = -(-longest // self.prefill_chunk) * self.prefill_chunk
         padded = np.full([batch, width], -1, np.int32)
         for row, prompt in zip(padded, prompts, strict=True):
             row[: prompt.size] = prompt
-        state = self.model.init_state(batch)
-        hidden = tf.zeros([batch, self.model.config.hidden_dim], self.model.compute_dtype)
+        state = self.model.init_state(batch) if state is None else state
+        hidden = self.model.no_hidden(batch)
         for first in range(0, width, self.prefill_chunk):
             chunk = tf.constant(padded[:, first : first + self.prefill_chunk])
             hidden, state = self._prefill(chunk, hidden, state)
         return hidden, state
 
     def _prefill_step(
-        self, tokens: tf.Tensor, hidden: tf.Tensor, state: list[State]
-    ) -> tuple[tf.Tensor, list[State]]:
+        self, tokens: tf.Tensor, hidden: tf.Tensor, state: Any
+    ) -> tuple[tf.Tensor, Any]:
         """One chunk; rows that ended before it keep their hidden state."""
         chunk, state = self.model.hidden_states(tokens, state=state)
         given = tf.reduce_sum(tf.cast(tokens >= 0, tf.int32), axis=1)
@@ -173,7 +195,7 @@ class Generator:
         hidden: tf.Tensor,
         position: tf.Tensor,
         done: tf.Tensor,
-        state: list[State],
+        state: Any,
         stops: tf.Tensor,
         params: SamplingParams,
     ) -> _Loop:
@@ -238,7 +260,7 @@ def generate(
 
 
 def generate_without_cache(
-    model: CausalLM, token_ids: Sequence[Sequence[int]], max_new_tokens: int, xla: bool = True
+    model: Decoder, token_ids: Sequence[Sequence[int]], max_new_tokens: int, xla: bool = True
 ) -> list[list[int]]:
     """Greedy continuation that computes the whole text anew for each token.
 

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from tfkv.config import OPTIONS, described
+from tfkv.config import OPTIONS, DecoderConfig, described
 from tfkv.errors import ConfigError
 from tfkv.manifest import TOKENIZER_PATH, WARMUP_PATH, Manifest, TensorSpec, latest_version
 from tfkv.terminal import human_bytes
@@ -81,23 +81,21 @@ def _table(title: str, *columns: str, **options: Any) -> Table:
 
 
 def _overview(facts: dict[str, Any], manifest: Manifest) -> Table:
-    model, engine = manifest.model, manifest.engine
+    engine = manifest.engine
     table = _table(f"Artifact {facts['path']}", "what", "value", show_header=False)
     rows = {
         "source": manifest.source or "unknown",
         "exported by": f"tfkv {manifest.tfkv_version or 'unknown'}",
         "fingerprint": manifest.fingerprint,
-        "model": (
-            f"{model.num_layers} layers, hidden {model.hidden_dim}, {model.num_query_heads} query "
-            f"and {model.num_key_value_heads} key/value heads of {model.head_dim}, feed-forward "
-            f"{model.intermediate_dim}, vocabulary {model.vocabulary_size}"
-        ),
-        "options": _list(name for name in model.to_dict() if name in OPTIONS) or "none: a Llama",
+        **_model(manifest.model),
         "adapters": _list(manifest.adapters) or "none, only the base",
-        "trained context": f"{model.context_length} tokens",
         "cache": described(engine.cache, engine.layer_caches),
         "sessions": f"{engine.slots} of at most {manifest.positions} positions",
-        "pages": f"{engine.pages_per_slot} a session, of {engine.page_size} tokens",
+        "pages": (
+            f"{engine.pages_per_slot} a session, of {engine.page_size} tokens"
+            if "snapshot" in manifest.signatures
+            else "none: a session is in one piece"
+        ),
         "a call": f"prefills {engine.prefill_tokens}, samples {engine.decode_chunk} tokens",
         "batches": f"of {_list(engine.batch_sizes)}; wait {engine.batch_timeout_us} µs",
         "XLA": "yes; stock TensorFlow Serving needs its XLA flag" if engine.xla else "no",
@@ -110,6 +108,21 @@ def _overview(facts: dict[str, Any], manifest: Manifest) -> Table:
     for name, value in rows.items():
         table.add_row(name, value)
     return table
+
+
+def _model(model: DecoderConfig | None) -> dict[str, str]:
+    """What there is to say of an architecture."""
+    if model is None:
+        return {"model": "a Keras model of its owner's"}
+    return {
+        "model": (
+            f"{model.num_layers} layers, hidden {model.hidden_dim}, {model.num_query_heads} query "
+            f"and {model.num_key_value_heads} key/value heads of {model.head_dim}, feed-forward "
+            f"{model.intermediate_dim}, vocabulary {model.vocabulary_size}"
+        ),
+        "options": _list(name for name in model.to_dict() if name in OPTIONS) or "none: a Llama",
+        "trained context": f"{model.context_length} tokens",
+    }
 
 
 def _text(facts: dict[str, Any], manifest: Manifest) -> str:

@@ -305,7 +305,7 @@ class Manifest:
     """Description of one artifact, written beside its graph.
 
     Args:
-        model: Architecture.
+        model: Architecture; None where it is a Keras model of its owner's.
         engine: What the graph was compiled for.
         signatures: The contract, `signature_table` of the engine.
         fingerprint: Hash of weights and configuration; equal fingerprints give equal tokens.
@@ -323,7 +323,7 @@ class Manifest:
         format_version: Version of this file's own format.
     """
 
-    model: DecoderConfig
+    model: DecoderConfig | None
     engine: EngineConfig
     signatures: dict[str, SignatureSpec]
     fingerprint: str
@@ -359,7 +359,8 @@ class Manifest:
                     "Export the model again, or install the version that wrote it "
                     f"({data.get('tfkv_version', 'unknown')})."
                 )
-            data["model"] = DecoderConfig.from_dict(data["model"])
+            if data["model"] is not None:
+                data["model"] = DecoderConfig.from_dict(data["model"])
             data["engine"] = EngineConfig.from_dict(data["engine"])
             data["stop_tokens"] = tuple(data["stop_tokens"])
             data["signatures"] = {

@@ -129,12 +129,21 @@ class Moments:
 def measure(
     config: DecoderConfig, weights: Mapping[str, np.ndarray], passages: Sequence[np.ndarray]
 ) -> Moments:
-    """Reads passages through a model, in pieces, and takes the moments of what it stores."""
+    """Reads passages through a model, in pieces, and takes the moments of what it stores.
+
+    Raises:
+        ConfigError: Its layers share keys and values.
+    """
     import tensorflow as tf
 
     from tfkv.causal_lm import CausalLM
     from tfkv.layers import attention
 
+    if any(source >= 0 for source in config.attention.share_kv_with):
+        raise ConfigError(
+            "A calibration is of layers that have keys and values of their own. Received: "
+            f"share_kv_with={config.attention.share_kv_with}. Choose a cache that needs none."
+        )
     width = min(512, max(len(passage) for passage in passages))
     capacity = max(len(passage) for passage in passages)
     model = CausalLM.from_weights(config, weights, capacity=capacity)

@@ -32,7 +32,7 @@ def expected_tensors(config: DecoderConfig) -> Iterator[tuple[str, tuple[int, ..
     if config.norms.embedding:
         yield from _norm("embedding_norm", width, normal)
     for layer in range(config.num_layers):
-        for name, shape in (*_attention(config), *_feed_forward(config, layer)):
+        for name, shape in (*_attention(config, layer), *_feed_forward(config, layer)):
             yield f"layers/{layer}/{name}", shape
     yield from _norm("final_norm", width, normal)
     if not config.tie_embeddings:
@@ -48,14 +48,13 @@ def _norm(name: str, width: int, biased: bool) -> _Tensors:
         yield f"{name}_bias", (width,)
 
 
-def _attention(config: DecoderConfig) -> _Tensors:
+def _attention(config: DecoderConfig, layer: int) -> _Tensors:
     """Of a block, with its norms."""
     width, head, options = config.hidden_dim, config.head_dim, config.attention
-    heads = {
-        "query": config.num_query_heads,
-        "key": config.num_key_value_heads,
-        "value": config.num_key_value_heads,
-    }
+    heads = {"query": config.num_query_heads}
+    shares = config.kv_source(layer) != layer
+    if not shares:
+        heads |= dict.fromkeys(("key", "value"), config.num_key_value_heads)
     for name, count in heads.items():
         yield name, (width, count, head)
     yield "attention_output", (config.num_query_heads, head, width)
@@ -66,7 +65,8 @@ def _attention(config: DecoderConfig) -> _Tensors:
         yield "attention_output_bias", (width,)
     if options.query_key_epsilon:
         yield "query_norm", (head,)
-        yield "key_norm", (head,)
+        if not shares:
+            yield "key_norm", (head,)
     norms = {
         "attention_norm": True,
         "feedforward_norm": True,

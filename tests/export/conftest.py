@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 sys.path.append(str(pathlib.Path(__file__).parent))
+sys.path.append(str(pathlib.Path(__file__).parent.parent / "tfkv"))
 
 import tiny_model
 from tiny_artifacts import ENGINES, Caller, write

@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfkv.architecture import Attention, Positions, Rope
 from tfkv.causal_lm import CausalLM
-from tfkv.config import DecoderConfig
+from tfkv.config import DecoderConfig, EngineConfig
 from tfkv.errors import CacheError, ConfigError, ModelSourceError
+from tfkv.export.geometry import CacheGeometry
+from tfkv.generation import generate, generate_without_cache
 from tfkv.layers.keras_api import keras
 
 CONFIG = DecoderConfig(
@@ -183,3 +186,73 @@ def test_configuration_is_checked():
         CausalLM({"layers": 3})
     with pytest.raises(ConfigError, match="Did you mean 'dense'"):
         CausalLM(CONFIG, cache="dens")
+
+
+SHARED = dataclasses.replace(
+    CONFIG, num_layers=4, attention=Attention(share_kv_with=(-1, 0, -1, 2), query_key_epsilon=1e-5)
+)
+
+
+@pytest.mark.parametrize("cache", ["dense", "sliding_window(window=5,sinks=1)+int8"])
+def test_layers_that_share_keys_and_values(cache: str):
+    model, ids = _model(SHARED, cache=cache), _ids()
+    whole, _ = model(ids, state=model.init_state(2))
+    state, pieces = model.init_state(2), []
+    for first, last in ((0, 7), (7, 8), (8, 12)):
+        logits, state = model(ids[:, first:last], state=state)
+        pieces.append(logits)
+    np.testing.assert_allclose(tf.concat(pieces, 1), whole, atol=1e-5)
+    assert [bool(own) for own in state] == [True, False, True, False]
+    alone = _model(dataclasses.replace(SHARED, attention=Attention()), cache=cache)
+    assert model.bytes_per_session() * 2 == alone.bytes_per_session()
+    kept = model.kept_positions(state)
+    np.testing.assert_array_equal(kept[1], kept[0])
+
+
+def test_layers_that_share_have_no_weights_for_it(tmp_path):
+    model = _model(SHARED)
+    names = {name for name in model.export_weights() if name.startswith("layers/1/")}
+    assert names & {f"layers/1/{name}" for name in ("key", "value", "key_norm")} == set()
+    assert "layers/1/query_norm" in names and "layers/2/key_norm" in model.export_weights()
+    path = str(tmp_path / "model.keras")
+    model.save(path)
+    other = keras.models.load_model(path)
+    np.testing.assert_allclose(other(_ids()), model(_ids()), atol=1e-6)
+
+
+def test_layers_that_share_train_and_generate():
+    model = _model(SHARED)
+    text = (np.arange(64)[:, np.newaxis] * 7 + np.arange(13)) % 41
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)
+    model.compile(keras.optimizers.Adam(0.01), loss)
+    losses = model.fit(text[:, :-1], text[:, 1:], epochs=12, verbose=0).history["loss"]
+    assert losses[-1] < losses[0] / 4
+    prompts = [[3, 4, 5], [20, 21, 22, 23, 24]]
+    expected = generate_without_cache(model, prompts, 6)
+    assert generate(model, prompts, 6) == expected
+    assert expected[1] == [25, 26, 27, 28, 29, 30]
+
+
+@pytest.mark.parametrize(
+    ("shared", "message"),
+    [
+        ((0, -1, -1, -1), "layer 0 -1, or the number of an earlier layer"),
+        ((-1, 2, -1, -1), "layer 1 -1, or the number of an earlier layer"),
+        ((-1, 0, 1, -1), "layer 2 one that has keys and values of its own"),
+        ((-1, 0), "one number for each of 4 layers"),
+    ],
+)
+def test_which_layers_can_share(shared: tuple[int, ...], message: str):
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(SHARED, attention=Attention(share_kv_with=shared))
+
+
+def test_layers_that_turn_keys_otherwise_cannot_share():
+    ropes = Positions(ropes=(Rope(10.0), Rope(100.0)), of_layers=(0, 1, 0, 0))
+    with pytest.raises(ConfigError, match="must name layers of the same rotation"):
+        dataclasses.replace(SHARED, positions=ropes)
+
+
+def test_paged_artifacts_refuse_layers_that_share():
+    with pytest.raises(ConfigError, match=r"tfkv.export.export_keras"):
+        CacheGeometry.of(SHARED, EngineConfig(), 64)
