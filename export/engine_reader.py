@@ -36,7 +36,7 @@ class EngineReader:
     """
 
     def __init__(self, engine: Engine) -> None:
-        policy = engine.geometry.cache.policy
+        policy = engine.groups.first.cache.policy
         self.engine = engine
         self._evicts = isinstance(policy, EvictingPolicy)
         whole = isinstance(policy, EvictingPolicy) and policy.whole_prompt
@@ -71,13 +71,14 @@ class EngineReader:
         if self._evicts:
             self._floor = self._evict(tf.constant([position], tf.int32), self._floor)
 
-    def _table(self) -> tf.Tensor:
-        return tf.range(1, self.engine.geometry.columns + 1)  # no session is about
+    def _tables(self) -> tuple[tf.Tensor, ...]:
+        """The pages of each group of layers; no session is about."""
+        return tuple(tf.range(1, group.columns + 1) for group in self.engine.groups.groups)
 
     def _run_eviction(self, position: tf.Tensor, floor: tf.Tensor) -> tf.Tensor:
         decoder = self.engine.decoder
         output = decoder.read_weights().stacked["attention_output"]
-        row = Evicted(tf.constant(0), self._table(), floor[0], position[0])
+        row = Evicted(tf.constant(0), self._tables()[0], floor[0], position[0])
         decoder.assign_cache(decoder.kept.evict(decoder.read_cache(), row, output))
         return position
 
@@ -86,10 +87,10 @@ class EngineReader:
     ) -> tuple[tf.Tensor, tf.Tensor]:
         decoder = self.engine.decoder
         weights, start = decoder.read_weights(), position[tf.newaxis]
-        slot, table = tf.zeros([1], tf.int32), self._table()
+        slot, tables = tf.zeros([1], tf.int32), self._tables()
         there = tokens >= 0
         parts = decoder.kept.begin(decoder.read_cache(), slot, start == 0)
-        asks = Evicted(slot, table[tf.newaxis], floor, start)
+        asks = Evicted(slot, tables[0][tf.newaxis], floor, start)
         count = tf.reduce_sum(tf.cast(there, tf.int32))[tf.newaxis]
         parts, floor = decoder.make_room(weights, parts, asks, count, reads_on=prompt)
         hidden, parts = decoder.prefill_piece(
@@ -97,7 +98,7 @@ class EngineReader:
             parts,
             tf.where(there, tokens, 0),
             tf.where(there, position + tf.range(tokens.shape[0]), -1),
-            table,
+            tables,
             position,
             filled=position,
             tails=self.engine.tail.tails(slot, start == 0, tf.zeros_like(slot), start, floor),

@@ -8,10 +8,10 @@ import tensorflow as tf
 
 from tfkv.errors import INPUT_NUMBERS, Status
 from tfkv.export.exact_tail import ExactTail
-from tfkv.export.geometry import CacheGeometry
 from tfkv.export.history import History
+from tfkv.export.layer_groups import LayerGroups
 from tfkv.export.layer_pools import LayerPools
-from tfkv.export.page_table import PageTable
+from tfkv.export.page_tables import PageTables
 from tfkv.export.plan import Refusal, Remembered
 from tfkv.export.rows import NO_LOGPROB, STOPPED
 from tfkv.export.session_table import Names, SessionTable, first_of_session
@@ -49,10 +49,10 @@ class PageCopies:
     Args:
         sessions: The session table.
         history: What sessions said.
-        table: Whose pages are whose.
-        pool: The pages.
+        tables: Whose pages are whose.
+        pools: The pages.
         tail: What is kept exactly beside them, which is not copied.
-        geometry: Where tokens lie.
+        groups: Where tokens lie.
         vocabulary: Token ids are below it.
     """
 
@@ -60,22 +60,22 @@ class PageCopies:
         self,
         sessions: SessionTable,
         history: History,
-        table: PageTable,
+        tables: PageTables,
         pools: LayerPools,
         tail: ExactTail,
-        geometry: CacheGeometry,
+        groups: LayerGroups,
         vocabulary: int,
     ) -> None:
         self._sessions = sessions
         self._history = history
-        self._table = table
+        self._tables = tables
         self._pools = pools
         self._tail = tail
-        self._geometry = geometry
-        self._size = geometry.page_size
+        self._groups = groups
+        self._size = groups.page_size
         self._vocabulary = vocabulary
         #: Most tokens a session can have to be copied.
-        self.limit = min(geometry.layout.entries, geometry.positions, history.size)
+        self.limit = min(groups.entries, groups.positions, history.size)
 
     def read(self, names: Names, page: tf.Tensor) -> tuple[Piece, Refusal]:
         """A page of each session, under the lock; a refused row gets zeros and no bytes."""
@@ -94,9 +94,10 @@ class PageCopies:
         refusal = refusal.when(page >= self._pages(stored.held), Status.GAP, stored.held)
         ok = refusal.status == Status.OK
         page = tf.where(ok, page, 0)
-        column = self._geometry.column_of(page)
-        physical = tf.gather(self._table.variables.table.read(), slot)
-        physical = tf.where(ok, tf.gather(physical, column, batch_dims=1), 0)
+        physical = tuple(
+            tf.where(ok, tf.gather(row, geometry.column_of(page), batch_dims=1), 0)
+            for row, geometry in zip(self._tables.rows(slot), self._groups.groups, strict=True)
+        )
         places = page[:, tf.newaxis] * self._size + tf.range(self._size)
         live = ok[:, tf.newaxis] & (places < stored.held[:, tf.newaxis])
         at = places % self._history.size
@@ -145,7 +146,7 @@ class PageCopies:
         refusal = refusal.when(first != tf.range(tf.size(first)), Status.BUSY, first)
         filled = tf.minimum(end, piece.filled)
         adds = (refusal.status == Status.OK) & (stored.held <= begin)
-        page, refusal = self._table.append(
+        pages, refusal = self._tables.append(
             adds & (filled > begin), refusal, self._sessions.retry_after(now)
         )
         opens = (refusal.status == Status.OK) & (found < 0)
@@ -154,9 +155,9 @@ class PageCopies:
         adds &= served
         slot = tf.where(found < 0, made, found)
         target = tf.where(adds, slot, spare)
-        page = tf.where(adds, page, 0)
-        self._table.put(target, self._geometry.column_of(piece.page), page)
-        self._pools.write_bytes(page, piece.page_bytes)
+        pages = tuple(tf.where(adds, page, 0) for page in pages)
+        self._tables.put(target, piece.page, pages)
+        self._pools.write_bytes(pages, piece.page_bytes)
         places = begin[:, tf.newaxis] + tf.range(self._size)
         places = tf.where(adds[:, tf.newaxis] & (places < end[:, tf.newaxis]), places, -1)
         self._history.write(target, places, piece.tokens, piece.kinds, piece.logprobs)

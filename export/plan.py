@@ -7,7 +7,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tfkv.errors import Status
-from tfkv.export.geometry import CacheGeometry
+from tfkv.export.layer_groups import LayerGroups
 from tfkv.export.rows import GIVEN, STOPPED, Admission, Request
 
 
@@ -129,7 +129,7 @@ def make_plan(
     request: Request,
     admission: Admission,
     stored: Remembered,
-    geometry: CacheGeometry,
+    groups: LayerGroups,
     budget: PrefillBudget,
     chunk: int,
 ) -> Plan:
@@ -139,7 +139,7 @@ def make_plan(
         request: What the rows ask for.
         admission: Which sessions they mean.
         stored: What those sessions hold.
-        geometry: Where tokens lie and what can be read again.
+        groups: Where tokens lie and what can be read again.
         budget: Most tokens the batch prefills, and how it is shared out.
         chunk: Most tokens a row samples (axis N of the contract).
     """
@@ -154,15 +154,15 @@ def make_plan(
     refusal = refusal.when(blocked, Status.CONFLICT, end)
     whole = tf.maximum(held, end)
     wanted = tf.where((end + replayed >= held) & ~stopped, request.max_new_tokens - replayed, 0)
-    limit = geometry.limit(request.overflow)
+    limit = groups.limit(request.overflow)
     over = (end > limit) | ((request.overflow == 0) & (wanted > 0) & (whole + wanted > limit))
     refusal = refusal.when(over, Status.OVERFLOW, limit)
     room = tf.maximum(limit - whole, 0)
     sampled = tf.minimum(wanted, room)
 
-    start, target = _span(stored, geometry, position, end, whole, request)
-    lost = request.wants_logits & ~geometry.reversible(stored.reached, stored.floor, start)
-    earliest = geometry.earliest_reversible(stored.reached, stored.floor) + 1
+    start, target = _span(stored, groups, position, end, whole, request)
+    lost = request.wants_logits & ~groups.reversible(stored.reached, stored.floor, start)
+    earliest = groups.earliest_reversible(stored.reached, stored.floor) + 1
     refusal = refusal.when(lost, Status.NOT_REVERSIBLE, earliest)
 
     works = (refusal.status == Status.OK) & (admission.first == tf.range(tf.size(held)))
@@ -231,7 +231,7 @@ def _find_run(
 
 def _span(
     stored: Remembered,
-    geometry: CacheGeometry,
+    groups: LayerGroups,
     position: tf.Tensor,
     end: tf.Tensor,
     whole: tf.Tensor,
@@ -249,6 +249,6 @@ def _span(
     known = (places == 0) | ((places < stored.held[:, tf.newaxis]) & (logprobs <= 0))
     unknown = tf.reduce_min(tf.where(known, 2**31 - 1, places), axis=1)
     before = tf.maximum(tf.minimum(unknown - 1, start), 0)
-    again = request.wants_scores & geometry.reversible(stored.reached, stored.floor, before)
+    again = request.wants_scores & groups.reversible(stored.reached, stored.floor, before)
     start = tf.where(again, before, start)
     return tf.maximum(start, 0), tf.maximum(target, 1)

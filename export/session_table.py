@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 import tensorflow as tf
 
 from tfkv.errors import INPUT_NUMBERS, Status
-from tfkv.export.page_table import PageTable
+from tfkv.export.page_tables import PageTables
 from tfkv.export.plan import Refusal
 from tfkv.export.rows import Admission, Request
 from tfkv.export.transient import TransientVariable, unique_name
@@ -68,7 +68,7 @@ class SessionTable(tf.Module):
         quota: Most sessions a tenant may hold; 0 = any number.
     """
 
-    def __init__(self, slots: int, ttl_ms: int, pages: PageTable, quota: int) -> None:
+    def __init__(self, slots: int, ttl_ms: int, pages: PageTables, quota: int) -> None:
         super().__init__(name="sessions")
         self.slots = slots
         self.ttl_ms = ttl_ms

@@ -10,7 +10,7 @@ from tfkv.errors import Status
 from tfkv.export.advance import Work
 from tfkv.export.history import History
 from tfkv.export.layer_pools import LayerPools
-from tfkv.export.page_table import PageTable
+from tfkv.export.page_tables import PageTables
 from tfkv.export.rows import Admission, Answer
 from tfkv.export.session_table import SessionTable
 from tfkv.export.transient import TransientVariable
@@ -46,16 +46,16 @@ class Stats:
         sessions: The session table.
         history: The sessions' memory.
         pools: The page pools.
-        table: Whose pages are whose.
+        tables: Whose pages are whose.
     """
 
     def __init__(
-        self, sessions: SessionTable, history: History, pools: LayerPools, table: PageTable
+        self, sessions: SessionTable, history: History, pools: LayerPools, tables: PageTables
     ) -> None:
         self._sessions = sessions
         self._history = history
         self._pools = pools
-        self._table = table
+        self._tables = tables
         self.counters = TransientVariable("counters", (len(STATS),), tf.int64)
         self.published = TransientVariable("published_stats", (len(STATS),), tf.int64)
         self.loaded_ms = TransientVariable("loaded_ms", (), tf.int64, initial=_now_ms)
@@ -113,21 +113,9 @@ class Stats:
         self.counters.assign(counters)
         used = self._sessions.expiry.read()[:-1] > 1
         held, filled = self._history.held.read()[:-1], self._history.filled.read()[:-1]
-        references = self._table.variables.references.read()[1:]
-        indexed = self._table.variables.indexed.read()[1:]
-
-        def count(pages: tf.Tensor) -> tf.Tensor:
-            return tf.reduce_sum(tf.cast(pages, tf.int64))
-
-        pages = count(references > 0)
-        page_bytes = self._pools.page_bytes
         now = {
             "slots_used": tf.reduce_sum(tf.cast(used, tf.int32)),
-            "pages_used": pages,
-            "pages_shared": count(references > 1),
-            "pages_cached": count((references == 0) & indexed),
-            "pages_free": count((references == 0) & ~indexed),
-            "bytes_used": pages * page_bytes,
+            **self._count_pages(),
             "sessions_reaped": self._sessions.reaped.read(),
             "integrity": self._broken(names, used, held, filled),
         }
@@ -136,6 +124,24 @@ class Stats:
             if name in now:
                 vector[index] = tf.cast(now[name], tf.int64)
         self.published.assign(tf.stack(vector))
+
+    def _count_pages(self) -> dict[str, tf.Tensor]:
+        """Pages of all groups by what they are, and the bytes of those that are in use."""
+        totals: dict[str, tf.Tensor] = {}
+        sizes = self._pools.page_bytes_of_groups
+        for table, page_bytes in zip(self._tables.tables, sizes, strict=True):
+            references = table.variables.references.read()[1:]
+            indexed = table.variables.indexed.read()[1:]
+            marks = {
+                "pages_used": references > 0,
+                "pages_shared": references > 1,
+                "pages_cached": (references == 0) & indexed,
+                "pages_free": (references == 0) & ~indexed,
+            }
+            own = {name: tf.reduce_sum(tf.cast(mark, tf.int64)) for name, mark in marks.items()}
+            own["bytes_used"] = own["pages_used"] * page_bytes
+            totals = {name: totals[name] + n if totals else n for name, n in own.items()}
+        return totals
 
     def add_one(self, name: str, rows: tf.Tensor) -> None:
         """Adds to one counter as many as there are true ``rows``, and publishes."""
@@ -150,13 +156,13 @@ class Stats:
         alive = tf.reduce_sum(tf.cast(self._sessions.expiry.read()[:-1] > 0, tf.int64))
         rows = tf.reduce_any(used & ((filled > held) | (filled < held - 1)))
         broken = [*tf.unstack(names != alive), rows]
-        return tf.reduce_sum(tf.cast(tf.stack(broken), tf.int64)) + self._table.check_integrity()
+        return tf.reduce_sum(tf.cast(tf.stack(broken), tf.int64)) + self._tables.check_integrity()
 
     def read(self, rows: tf.Tensor) -> dict[str, tf.Tensor]:
         """The published values, each int64 ``[rows]``."""
         values = dict(zip(STATS, tf.unstack(self.published.read()), strict=True))
         values["slots"] = tf.constant(self._sessions.slots, tf.int64)
-        values["pages"] = tf.constant(self._pools.pages - 1, tf.int64)
+        values["pages"] = tf.constant(sum(self._pools.pages) - len(self._pools.pages), tf.int64)
         values["bytes_pool"] = tf.constant(self._pools.nbytes, tf.int64)
         values["uptime_ms"] = _now_ms() - self.loaded_ms.read()
         values["epoch"] = self.epoch.read()

@@ -101,7 +101,7 @@ Source = Annotated[
 ]
 LayerCache = Annotated[
     list[str] | None,
-    typer.Option(help="Layers with another codec, such as '0-1=int8'; give it for each."),
+    typer.Option(help="Layers with another codec or window, such as '0-1=int8'; give it for each."),
 ]
 TextFile = Annotated[
     pathlib.Path | None,
