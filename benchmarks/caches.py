@@ -64,7 +64,7 @@ def long_run(say: Say) -> Measured:
         nll = np.concatenate(losses)[:20_000]
         counts.append(int(np.isfinite(nll).sum()))
         first, last = (perplexity(part) for part in (nll[:4000], nll[-4000:]))
-        stored = engine.geometry.layout.entries
+        stored = engine.groups.first.layout.entries
         notes.append(f"{cache}: perplexity {first:.1f}, at the end {last:.1f}; {stored} stored")
     return {"caches.long_run_tokens": Measurement(min(counts), note="; ".join(notes))}
 

@@ -10,14 +10,14 @@ from tfkv import samplers
 from tfkv.config import EngineConfig
 from tfkv.errors import Finish, Status
 from tfkv.export.adapter_table import AdapterTable
-from tfkv.export.decoder import Fresh, PackedDecoder, Reading
+from tfkv.export.decoder import Fresh, PackedDecoder, Reading, Tables
 from tfkv.export.exact_tail import Tails
 from tfkv.export.history import History
 from tfkv.export.kept_tokens import Evicted
 from tfkv.export.layer_pools import Layer
 from tfkv.export.packed_blocks import Weights
 from tfkv.export.page_pool import Parts
-from tfkv.export.page_table import Found, PageTable
+from tfkv.export.page_tables import Found, PageTables
 from tfkv.export.plan import Plan, PrefillBudget, Remembered, make_plan
 from tfkv.export.replay import Replay, TokensAt
 from tfkv.export.rows import NO_LOGPROB, SAMPLED, STOPPED, Admission, Answer, Request
@@ -80,7 +80,7 @@ class Advance:
         decoder: The model over its pool.
         replay: Of texts that are judged by their repetition.
         history: What sessions said.
-        table: Whose pages are whose.
+        tables: Whose pages are whose.
         adapters: Which row has which.
         engine: Limits of the artifact.
         prefill_piece: Tokens of a row prefilled at once.
@@ -91,7 +91,7 @@ class Advance:
         decoder: PackedDecoder,
         replay: Replay,
         history: History,
-        table: PageTable,
+        tables: PageTables,
         adapters: AdapterTable,
         engine: EngineConfig,
         prefill_piece: int,
@@ -100,7 +100,7 @@ class Advance:
         self.replay = replay
         self.vocabulary_size = decoder.config.vocabulary_size
         self.history = history
-        self.table = table
+        self.tables = tables
         self.adapters = adapters
         self.engine = engine
         self.prefill_piece = prefill_piece
@@ -109,20 +109,20 @@ class Advance:
         """Answers a batch; see `Request`, `Admission` and `Answer`."""
         stored = self.history.recall(admission.slot, admission.fresh)
         before = stored.filled
-        pages = self.table.read()
-        found = self.table.find(pages, request, stored, admission)
+        pages = self.tables.read()
+        found = self.tables.find(pages, request, stored, admission)
         stored = stored._replace(filled=found.filled)
         plan = make_plan(
             request,
             admission,
             stored,
-            self.decoder.geometry,
+            self.decoder.groups,
             PrefillBudget(
                 self.engine.prefill_tokens, self.engine.shared_prefill_tokens, self.prefill_piece
             ),
             self.engine.decode_chunk,
         )
-        grant = self.table.allocate(pages, found, plan, admission)
+        grant = self.tables.allocate(pages, found, plan, admission)
         plan = grant.plan
         works = self._works(plan, admission)
         slot = tf.where(works, admission.slot, self.history.slots)
@@ -135,17 +135,19 @@ class Advance:
         shared = tf.where(found.filled > before, found.filled, 0)
         tails = self.decoder.tail.tails(slot, admission.fresh, shared, stored.reached, stored.floor)
         self.decoder.tail.begin(slot, tails.since)
-        table = tf.where(works[:, tf.newaxis], grant.rows, 0)
-        parts = self.decoder.pools.copy(self.decoder.read_cache(), grant.copy_from, table)
+        tables = tuple(tf.where(works[:, tf.newaxis], rows, 0) for rows in grant.rows)
+        parts = self.decoder.pools.copy(self.decoder.read_cache(), grant.copy_from, tables)
         parts = self.decoder.kept.begin(parts, slot, admission.fresh)
-        parts, scores, tails = self._prefill(weights, parts, request, plan, tails, table, tokens_at)
-        parts, made, tails = self._decode(weights, parts, request, plan, tails, table, tokens_at)
+        parts, scores, tails = self._prefill(
+            weights, parts, request, plan, tails, tables, tokens_at
+        )
+        parts, made, tails = self._decode(weights, parts, request, plan, tails, tables, tokens_at)
         self.decoder.assign_cache(parts)
         answer = self._answer(request, plan, stored, made, scores)
         filled = self._publish(plan, slot, stored, made, answer, scores, tails.floor)
         said = tf.gather(self.history.tokens.read(), slot)
-        self.table.assign(
-            self.table.settle(grant, filled, slot, admission.tenant, said, tails.floor)
+        self.tables.assign(
+            self.tables.settle(grant, filled, slot, admission.tenant, said, tails.floor)
         )
         return answer, Work(plan, found, tf.where(works, found.filled - before, 0), grant.evicted)
 
@@ -172,7 +174,7 @@ class Advance:
         request: Request,
         plan: Plan,
         tails: Tails,
-        table: tf.Tensor,
+        tables: Tables,
         tokens_at: TokensAt,
     ) -> tuple[Parts, tf.Tensor, Tails]:
         """Fills keys, one piece of one row at a time; also logprobs where rows want them."""
@@ -193,16 +195,15 @@ class Advance:
             mine = tails._replace(floor=floor)
             mine = Tails(*(tf.gather(field, row)[tf.newaxis] for field in mine))
             count = tf.reduce_sum(tf.cast(live, tf.int32))[tf.newaxis]
-            asks = Evicted(
-                mine.slot, tf.gather(table, row)[tf.newaxis], mine.floor, start[tf.newaxis]
-            )
+            own = tuple(tf.gather(table, row) for table in tables)
+            asks = Evicted(mine.slot, own[0][tf.newaxis], mine.floor, start[tf.newaxis])
             parts, low = self.decoder.make_room(weights, parts, asks, count, reads_on=True)
             hidden, parts = self.decoder.prefill_piece(
                 weights.of_row(row),
                 parts,
                 tf.where(live, tokens, 0),
                 tf.where(live, places, -1),
-                tf.gather(table, row),
+                own,
                 start,
                 tf.gather(plan.filled, row),
                 mine._replace(floor=low),
@@ -234,7 +235,7 @@ class Advance:
         request: Request,
         plan: Plan,
         tails: Tails,
-        table: tf.Tensor,
+        tables: Tables,
         tokens_at: TokensAt,
     ) -> tuple[Parts, Sampled, Tails]:
         """Feeds the last held token, then each sampled one; writes their keys at the end."""
@@ -242,13 +243,13 @@ class Advance:
         rows = shape_of(request.length)[0]
         start = plan.start + plan.fill
         busy = plan.steps > 0
-        asks = Evicted(tails.slot, table, tails.floor, start)
+        asks = Evicted(tails.slot, tables[0], tails.floor, start)
         if decoder.kept.repeats:
             due = decoder.kept.due(tails.floor, start, plan.steps, reads_on=False)
             parts = self.replay(weights, parts, asks, tails, tokens_at, due)
         parts, floor = decoder.make_room(weights, parts, asks, plan.steps, reads_on=False)
         tails = tails._replace(floor=floor)
-        scan = decoder.scan(table, start, floor, busy)
+        scans = decoder.scan(tables, start, floor, busy)
         params = samplers.SamplingParams(*(getattr(request, f) for f in _SAMPLING_FIELDS))
         columns = tf.range(chunk)
 
@@ -258,7 +259,7 @@ class Advance:
             keys_at = tf.where(columns <= loop.step, start[:, tf.newaxis] + columns, -1)
             looks = decoder.looks(queries_at, keys_at)
             here = (columns == loop.step)[:, tf.newaxis]
-            reading = Reading(parts, queries_at, scan, tails, alone=True)
+            reading = Reading(parts, queries_at, scans, tails, alone=True)
 
             def attend(layer: Layer, q: tf.Tensor, k: tf.Tensor, v: tf.Tensor) -> Partial:
                 fresh = decoder.attend_step(loop.fresh, layer, (k, v), here, looks, q)
@@ -280,7 +281,7 @@ class Advance:
         (loop,) = tf.while_loop(lambda loop: tf.reduce_any(loop.alive), body, (loop,))
         written = columns < loop.made.fed[:, tf.newaxis]
         places = tf.where(written, start[:, tf.newaxis] + columns, -1)
-        parts = decoder.commit(parts, loop.fresh, table, places, plan.filled, tails)
+        parts = decoder.commit(parts, loop.fresh, tables, places, plan.filled, tails)
         tokens = tf.where(request.wants_logits[:, tf.newaxis], -1, loop.made.tokens)
         return parts, loop.made._replace(tokens=tokens), tails
 

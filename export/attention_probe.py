@@ -6,7 +6,7 @@ import functools
 
 import tensorflow as tf
 
-from tfkv.export.decoder import PackedDecoder, Reading
+from tfkv.export.decoder import PackedDecoder, Reading, Tables
 from tfkv.export.exact_tail import Tails
 from tfkv.export.layer_options import scoring_of
 from tfkv.export.layer_pools import Layer, Run
@@ -37,7 +37,7 @@ class AttentionProbe:
         token: tf.Tensor,
         position: tf.Tensor,
         layer: tf.Tensor,
-        table: tf.Tensor,
+        tables: Tables,
         filled: tf.Tensor,
         tails: Tails,
         chosen: tf.Tensor,
@@ -48,7 +48,7 @@ class AttentionProbe:
             token: int32 ``[B]``, the token at `position`.
             position: int32 ``[B]``; −1 = a row that looks at nothing.
             layer: int32 ``[B]``.
-            table: int32 ``[B, columns]``, block-table rows.
+            tables: int32 ``[B, columns]`` of each group of layers, block-table rows.
             filled: int32 ``[B]``, most positions that were ever on the row's pages.
             tails: What is kept exactly of the rows.
             chosen: int32 ``[B]``, number of each row's adapter; 0 = none.
@@ -57,15 +57,42 @@ class AttentionProbe:
             Weights float32 ``[B, N, S]``, and the position that each entry holds, int32
             ``[B, S]``, −1 where it is empty.
         """
-        decoder, layout = self._decoder, self._decoder.geometry.layout
+        decoder, at = self._decoder, position[:, tf.newaxis]
+        scans = decoder.scan(tables, tf.maximum(position, 0), tails.floor, position >= 0)
+        reading = Reading(decoder.read_cache(), at, scans, tails, alone=True)
+        query, key = self._project(reading, token, layer, chosen)
+        widest = max(geometry.layout.entries for geometry in decoder.groups.groups)
+        rows, heads = tf.size(position), decoder.config.num_query_heads
+        weights, entries = tf.zeros([rows, heads, widest]), tf.zeros([rows, widest], tf.int32) - 1
+        for group, geometry in enumerate(decoder.groups.groups):
+            seen = self._weights(reading, group, query, key, layer, tables[group], filled)
+            more = widest - geometry.layout.entries
+            mine = tf.reduce_any(layer[:, tf.newaxis] == tf.constant(geometry.layers), axis=1)
+            own = tf.pad(seen[0], [[0, 0], [0, 0], [0, more]])
+            at_entries = tf.pad(seen[1], [[0, 0], [0, more]], constant_values=-1)
+            weights = tf.where(mine[:, tf.newaxis, tf.newaxis], own, weights)
+            entries = tf.where(mine[:, tf.newaxis], at_entries, entries)
+        return weights, entries
+
+    def _weights(
+        self,
+        reading: Reading,
+        group: int,
+        query: tf.Tensor,
+        key: tf.Tensor,
+        layer: tf.Tensor,
+        table: tf.Tensor,
+        filled: tf.Tensor,
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """Weights ``[B, N, S]`` and positions ``[B, S]`` of entries where a row's layer is one of
+        the group's; anything elsewhere."""
+        decoder, geometry = self._decoder, self._decoder.groups.groups[group]
+        layout, asked_at, tails = geometry.layout, reading.positions, reading.tails
+        position = asked_at[:, 0]
         entries = layout.positions_of(tf.maximum(filled, position + 1))
         own = tf.range(layout.entries) == layout.entry_of(position)[:, tf.newaxis]
         entries = tf.where(own, position[:, tf.newaxis], entries)
-        scan = decoder.scan(table, tf.maximum(position, 0), tails.floor, position >= 0)
-        at = position[:, tf.newaxis]
-        reading = Reading(decoder.read_cache(), at, scan, tails, alone=True)
-        query, key = self._project(reading, token, layer, chosen)
-        first, *others = decoder.pools.pools
+        first, *others = (pool for pool in decoder.pools.pools if pool.group == group)
         scores = self._scores(first, query, position, entries, layer, table, tails)
         for pool in others:
             mine = tf.reduce_any(layer[:, tf.newaxis] == tf.constant(pool.layers), axis=1)
@@ -73,9 +100,9 @@ class AttentionProbe:
             scores = tf.where(mine[:, tf.newaxis, tf.newaxis, tf.newaxis], found, scores)
         alone = _FRESH.scores(query, {"codes": key})
         scores = tf.where(own[:, tf.newaxis, tf.newaxis], alone, scores)
-        asked_at, scoring = position[:, tf.newaxis], scoring_of(decoder.config, layer)
-        mask = scoring.narrow(decoder.geometry.mask(asked_at, entries), asked_at, entries)
-        if any(decoder.geometry.selects):
+        scoring = scoring_of(decoder.config, layer)
+        mask = scoring.narrow(geometry.mask(asked_at, entries), asked_at, entries)
+        if any(geometry.selects):
             mask = mask[:, tf.newaxis] & (
                 self._read(reading, query, entries, layer) | own[:, None, None]
             )
@@ -88,7 +115,8 @@ class AttentionProbe:
     ) -> tf.Tensor:
         """Which entries a row's layer reads where layers select pages, bool ``[B, K, 1, S]``."""
         decoder, position = self._decoder, reading.positions[:, 0]
-        size = decoder.geometry.page_size
+        geometry = decoder.groups.first
+        size = geometry.page_size
         read = tf.ones(
             [tf.size(layer), decoder.config.num_key_value_heads, entries.shape[1]], tf.bool
         )
@@ -98,7 +126,7 @@ class AttentionProbe:
             row = _row_in(pool, layer)[:, tf.newaxis]
             mine = Layer(layer, row, pool, feed=row, sparse=False)
             chosen, _ = decoder.choose_pages(reading, mine, query)
-            here = chosen[..., tf.newaxis] == tf.range(decoder.geometry.columns)
+            here = chosen[..., tf.newaxis] == tf.range(geometry.columns)
             some = tf.repeat(tf.reduce_any(here, axis=2), size, axis=-1)
             if pool.codec.recent:
                 near = self._near(pool.codec, reading.tails, position, entries)
@@ -163,19 +191,21 @@ class AttentionProbe:
         anything elsewhere."""
         decoder, looking = self._decoder, query
         keys, codec = _keys(pool, table, layer), pool.codec.of_layers(layer)
+        geometry = decoder.groups.groups[pool.group]
         scores = codec.scores(codec.prepare(query), keys, columns=True)
-        if decoder.geometry.cache.policy.furthest is not None:
-            looking = decoder.look_at_sinks(query, position[:, tf.newaxis], layer)
-            sink = (entries < decoder.geometry.sinks)[:, tf.newaxis, tf.newaxis]
+        if geometry.cache.policy.furthest is not None:
+            mine = Layer(layer, layer, pool, feed=layer, sparse=False)
+            looking = decoder.look_at_sinks(query, position[:, tf.newaxis], mine)
+            sink = (entries < geometry.sinks)[:, tf.newaxis, tf.newaxis]
             at_sinks = codec.scores(codec.prepare(looking), keys, columns=True)
             scores = tf.where(sink, at_sinks, scores)
         if not codec.recent:
             return scores
-        return self._with_exact(pool.codec, scores, query, looking, position, entries, layer, tails)
+        return self._with_exact(pool, scores, query, looking, position, entries, layer, tails)
 
     def _with_exact(
         self,
-        codec: CacheCodec,
+        pool: PagePool,
         scores: tf.Tensor,
         query: tf.Tensor,
         looking: tf.Tensor,
@@ -185,10 +215,11 @@ class AttentionProbe:
         tails: Tails,
     ) -> tf.Tensor:
         """``scores [B, K, G, S]`` with those of the tokens that are read exactly."""
-        tail = self._decoder.tail
+        tail, codec = self._decoder.tail, pool.codec
+        geometry = self._decoder.groups.groups[pool.group]
         keys, _ = tail.gather(tail.read(), tails, layer)
         exact = _FRESH.scores(query, {"codes": keys})
-        sink = tf.range(tail.layout.entries) < min(codec.sinks, self._decoder.geometry.sinks)
+        sink = tf.range(tail.layout.entries) < min(codec.sinks, geometry.sinks)
         exact = tf.where(sink, _FRESH.scores(looking, {"codes": keys}), exact)
         entry = tf.maximum(tail.layout.entry_of(entries), 0)
         exact = tf.gather(tf.transpose(exact, [0, 3, 1, 2]), entry, batch_dims=1)

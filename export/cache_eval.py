@@ -125,10 +125,11 @@ def evaluate_caches(
         text: What to read; Python's language reference where left out.
         plan: What to measure; the defaults of `EvalPlan` where left out.
         baselines: Whether to measure windows of as many bytes as each cache that forgets
-            nothing, without and with sinks: what a codec has to beat; and for each policy that
-            evicts, to evict at random and to keep the newest, on the same budget.
+            nothing, or other things in each layer, without and with sinks: what a codec, or a
+            choice of layers, has to beat; and for each policy that evicts, to evict at random
+            and to keep the newest, on the same budget.
         calibration: As of `tfkv.export.export`.
-        layer_caches: Layers that have another codec in each of `caches`, as of
+        layer_caches: Layers that have another policy or codec in each of `caches`, as of
             `EngineConfig.layer_caches`. A score's cache then names them, too.
         weights: As of `EngineConfig.weights`, of all but the reference.
         progress: Called with a stage, ``"caches"``, ``"continuations"`` or ``"tasks"``, scores
@@ -340,17 +341,17 @@ def _compare(
     """What `against_full` says of one cache."""
     found, length = compare_caches(full, reader, read, _piece(reader)), len(read[0])
     engine = reader.engine
-    policy = engine.geometry.cache.policy
-    entries = min(engine.geometry.layout.entries, length)
+    policy = engine.groups.first.cache.policy
+    stored = engine.groups.stored_bytes(engine.config, length)
     if isinstance(policy, EvictingPolicy):
         # On pages are the tokens since the last eviction.
-        entries = min(policy.interval, length)
-    return found, (engine.bytes_per_token * entries + engine.beside_bytes) / length
+        stored = engine.bytes_per_token * min(policy.interval, length)
+    return found, (stored + engine.beside_bytes) / length
 
 
 def _piece(reader: EngineReader) -> int:
     """Tokens read at once, so that a cache is read as decode steps read it."""
-    return 1 if reader.engine.geometry.cache.policy.selects else PREFILL_PIECE
+    return 1 if reader.engine.groups.first.cache.policy.selects else PREFILL_PIECE
 
 
 def _asked(
@@ -358,7 +359,7 @@ def _asked(
 ) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
     """Which questions are answered where they were unknown, and where they were known."""
     cuts = np.cumsum([len(context.questions) for context in contexts])[:-1]
-    differs = not reader.engine.geometry.cache.policy.chunk_invariant
+    differs = not reader.engine.groups.chunk_invariant
     agnostic: list[bool] = []
     aware: list[bool] = []
     for context, asks in zip(contexts, np.split(np.array(wanted), cuts), strict=True):
@@ -408,12 +409,19 @@ def _plain_evictions(spec: CacheSpec) -> list[str]:
 def _windows(
     model: DecoderConfig, spec: CacheSpec, exceptions: tuple[str, ...], tokens: int
 ) -> list[str]:
-    """Float32 windows, without and with sinks, of the bytes that a dense cache takes."""
+    """Float32 windows, without and with sinks, of the bytes that a cache takes which forgets
+    nothing, or other things in each layer."""
     full, width = CacheSpec.parse(_FULL).codec, model.head_dim
-    codecs = [one.codec for one in with_exceptions(spec, model.num_layers, exceptions)]
-    if spec.policy.bounded or all(codec.name == full.name for codec in codecs):
+    specs = with_exceptions(spec, model.num_layers, exceptions)
+    codecs = [one.codec for one in specs]
+    alike = len({str(one.policy) for one in specs}) == 1
+    if alike and (spec.policy.bounded or all(codec.name == full.name for codec in codecs)):
         return []
-    per_layer = [codec.bytes_per_token(width) for codec in codecs]
+    layouts = [one.policy.layout(tokens, PREFILL_PIECE) for one in specs]
+    shares = [min(layout.entries, tokens) / tokens for layout in layouts]
+    per_layer = [
+        codec.bytes_per_token(width) * share for codec, share in zip(codecs, shares, strict=True)
+    ]
     beside = exact_bytes(model, codecs) / (model.num_layers * model.num_key_value_heads)
     stored = sum(per_layer) / model.num_layers + beside / tokens
     share = stored / full.bytes_per_token(width)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
@@ -16,6 +16,7 @@ from tfkv.export.bounded_pages import write_bounds
 from tfkv.export.exact_tail import ExactTail, Tails
 from tfkv.export.geometry import CacheGeometry
 from tfkv.export.kept_tokens import Evicted, KeptTokens
+from tfkv.export.layer_groups import LayerGroups
 from tfkv.export.layer_options import Angles, LayerAngles, scoring_of
 from tfkv.export.layer_pools import Layer, LayerPools, Run
 from tfkv.export.packed_adapters import PackedAdapters
@@ -33,6 +34,9 @@ from tfkv.layers.rotary import steps_back, turn_grouped
 from tfkv.layers.shapes import keep_shape, shape_of
 
 _FRESH = FloatCodec("float32")
+
+#: Block-table rows int32 ``[B, columns]`` of each group of layers.
+Tables = tuple[tf.Tensor, ...]
 
 #: ``(layer, grouped queries, keys, values)`` of new tokens to the attention over all they see.
 Attend = Callable[[Layer, tf.Tensor, tf.Tensor, tf.Tensor], Partial]
@@ -54,7 +58,7 @@ class Fresh(NamedTuple):
 
 
 class Looks(NamedTuple):
-    """Which of some keys some queries see, as far as all layers agree.
+    """Which of some keys some queries see, as far as the layers of a group agree.
 
     Attributes:
         queries: int32 ``[A, T]``, their positions; −1 = none.
@@ -73,16 +77,20 @@ class Reading(NamedTuple):
     Attributes:
         parts: The cache.
         positions: int32 ``[B, T]``, of the queries; −1 = none.
-        scan: The pages that the rows read.
+        scans: The pages that the rows read, of each group of layers.
         tails: What is kept exactly of them.
         alone: Whether each query is a token that is read alone, for which a policy may select.
     """
 
     parts: Parts
     positions: tf.Tensor
-    scan: PageScan
+    scans: tuple[PageScan, ...]
     tails: Tails
     alone: bool
+
+    def of(self, layer: Layer) -> tuple[Parts, tf.Tensor, PageScan, Tails]:
+        """What a layer reads: the cache, positions, its scan, and what is kept exactly."""
+        return self.parts, self.positions, self.scans[layer.pool.group], self.tails
 
 
 class PackedDecoder:
@@ -94,7 +102,7 @@ class PackedDecoder:
         pools: Where keys and values lie.
         tail: What the codec keeps exactly beside them.
         kept: What a policy that evicts has kept beside them.
-        geometry: Which positions lie where, and who sees them.
+        groups: Which positions lie where, and who sees them.
         scan_pages: Pages read at once; the scan's cost follows live pages in such steps.
         adapters: What rows may add to the weights.
     """
@@ -106,7 +114,7 @@ class PackedDecoder:
         pools: LayerPools,
         tail: ExactTail,
         kept: KeptTokens,
-        geometry: CacheGeometry,
+        groups: LayerGroups,
         scan_pages: int,
         adapters: PackedAdapters | None = None,
     ) -> None:
@@ -118,10 +126,10 @@ class PackedDecoder:
         self.pools = pools
         self.tail = tail
         self.kept = kept
-        self.geometry = geometry
+        self.groups = groups
         self.scan_pages = scan_pages
-        # Layers share a codec where tokens are evicted.
-        self.mass = AttentionMass(config, geometry, pools.pools[0], kept, scan_pages)
+        # Layers are alike where tokens are evicted.
+        self.mass = AttentionMass(config, groups.first, pools.pools[0], kept, scan_pages)
 
     def read_weights(self, chosen: tf.Tensor | None = None) -> Weights:
         """All weights as tensors, for use inside loops; `chosen` as in `Weights`."""
@@ -138,11 +146,18 @@ class PackedDecoder:
         self.tail.assign(parts.get("exact", {}))
         self.kept.assign(parts)
 
+    def geometry_of(self, layer: Layer) -> CacheGeometry:
+        """Which positions lie where in a layer, and who sees them."""
+        return self.groups.groups[layer.pool.group]
+
     def scan(
-        self, table: tf.Tensor, start: tf.Tensor, floor: tf.Tensor, reads: tf.Tensor
-    ) -> PageScan:
-        """The pages that rows read; see `page_scan.scan`."""
-        return page_scan.scan(self.geometry, table, start, floor, reads, self.scan_pages)
+        self, tables: Tables, start: tf.Tensor, floor: tf.Tensor, reads: tf.Tensor
+    ) -> tuple[PageScan, ...]:
+        """The pages that rows read in each group of layers; see `page_scan.scan`."""
+        return tuple(
+            page_scan.scan(geometry, table, start, floor, reads, self.scan_pages)
+            for geometry, table in zip(self.groups.groups, tables, strict=True)
+        )
 
     def attend_cache(
         self, reading: Reading, layer: Layer, queries: tf.Tensor, fresh: Partial
@@ -152,7 +167,7 @@ class PackedDecoder:
         codec = layer.codec
         if codec.recent:
             fresh = attention.merge(fresh, self._attend_exact(reading, layer, queries))
-        if self._furthest is not None:
+        if self._furthest(layer) is not None:
             fresh = attention.merge(fresh, self._attend_sinks(reading, layer, queries))
         prepared = codec.prepare(queries)
         # Rotated values are mixed as they are, and what came of them is rotated back once.
@@ -173,8 +188,9 @@ class PackedDecoder:
         self, reading: Reading, layer: Layer, prepared: tf.Tensor, seen: Partial
     ) -> Partial:
         """`seen`, and all pages of the rows; the output unfinished."""
-        parts, positions, scan, tails, _ = reading
-        codec, size = layer.codec, self.geometry.page_size
+        parts, positions, scan, tails = reading.of(layer)
+        geometry, codec = self.geometry_of(layer), layer.codec
+        size = geometry.page_size
         scoring = scoring_of(self.config, layer.number)
 
         def of_several(so_far: Partial, pages: PageList) -> Partial:
@@ -185,11 +201,11 @@ class PackedDecoder:
             stored = keys[:, tf.newaxis] < scan.start[:, tf.newaxis]
             if self.kept.evicts:
                 stored &= keys[:, tf.newaxis] >= scan.floor[:, tf.newaxis]
-            visible = self.geometry.mask(positions, keys[:, tf.newaxis])
+            visible = geometry.mask(positions, keys[:, tf.newaxis])
             visible &= (stored & reader[..., tf.newaxis])[:, :, tf.newaxis]
             every = tf.broadcast_to(keys[:, tf.newaxis], tf.shape(stored))
             visible &= self._coded(codec, positions, every, scan.start, tails)
-            visible &= self._asked_here(every)
+            visible &= self._asked_here(layer, every)
             visible = scoring.narrow(visible, positions, keys[:, tf.newaxis])
             apart = scoring.between(positions, keys[:, tf.newaxis])
             coded = layer.pool.gather(parts, pages.pages, layer.row)
@@ -203,10 +219,10 @@ class PackedDecoder:
                 stored &= keys >= tf.gather(scan.floor, owned)[:, tf.newaxis]
             keys = tf.where(stored & (pages.owners >= 0)[:, tf.newaxis], keys, -1)
             asked_at = tf.gather(positions, owned)
-            mask = self.geometry.mask(asked_at, keys)
+            mask = geometry.mask(asked_at, keys)
             of_owners = Tails(*(tf.gather(field, owned) for field in tails))
             mask &= self._coded(codec, asked_at, keys, tf.gather(scan.start, owned), of_owners)
-            mask &= self._asked_here(keys)
+            mask &= self._asked_here(layer, keys)
             mask, apart = scoring.narrow(mask, asked_at, keys), scoring.between(asked_at, keys)
             coded = layer.pool.gather(parts, pages.pages, layer.row)
             asked = tf.gather(prepared, owned)
@@ -223,7 +239,8 @@ class PackedDecoder:
         """`seen`, and what a policy kept of the rows; the output unfinished."""
         kept, heads = self.kept, self.config.num_key_value_heads
         step = self.scan_pages * heads
-        units = kept.units_to_read(layer.number, reading.tails.slot, reading.scan.floor, step)
+        _, _, scan, tails = reading.of(layer)
+        units = kept.units_to_read(layer.number, tails.slot, scan.floor, step)
         return self._over_heads(
             reading,
             layer,
@@ -253,8 +270,8 @@ class PackedDecoder:
             gather: Coded keys ``[A, 1, ..., C]`` and values ``[A, 1, C, ...]`` of units, and the
                 positions ``[A, C]``, −1 = none.
         """
-        _, positions, scan, tails, _ = reading
-        codec = layer.pool.codec
+        _, positions, scan, tails = reading.of(layer)
+        geometry, codec = self.geometry_of(layer), layer.pool.codec
         rows, heads, grouped, asked_width = shape_of(prepared)
         asked_of = tf.reshape(prepared, [rows * heads, 1, grouped, asked_width])
         scoring = scoring_of(self.config, layer.number)
@@ -264,7 +281,7 @@ class PackedDecoder:
             row = owned // heads
             keys, values, held = gather(some)
             asked_at = tf.gather(positions, row)
-            mask = self.geometry.mask(asked_at, held)
+            mask = geometry.mask(asked_at, held)
             of_owners = Tails(*(tf.gather(field, row) for field in tails))
             mask &= self._coded(codec, asked_at, held, tf.gather(scan.start, row), of_owners)
             mask = scoring.narrow(mask, asked_at, held)
@@ -286,11 +303,13 @@ class PackedDecoder:
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Columns that each KV head of each row reads, int32 ``[B, K, n]``, −1 behind the last,
         and the page that each column holds, ``[B, columns]``; see `Quest.choose`."""
-        policy, at = self.geometry.cache.policy, reading.positions[:, 0]
+        parts, positions, scan, _ = reading.of(layer)
+        geometry, at = self.geometry_of(layer), positions[:, 0]
+        policy = geometry.cache.policy
         if not isinstance(policy, Quest):
             raise CacheError(f"Only a policy that selects does this. Received: {str(policy)!r}.")
-        numbers = self.geometry.page_numbers(at)
-        bounds = layer.pool.gather_bounds(reading.parts, reading.scan.table, layer.row)
+        numbers = geometry.page_numbers(at)
+        bounds = layer.pool.gather_bounds(parts, scan.table, layer.row)
         return policy.choose(queries, bounds, at, numbers), numbers
 
     def _attend_selected(
@@ -298,8 +317,8 @@ class PackedDecoder:
     ) -> Partial:
         """`seen`, and the pages that the policy selects for each KV head of the rows; the output
         unfinished."""
-        parts, positions, scan, tails, _ = reading
-        pool, size = layer.pool, self.geometry.page_size
+        parts, _, scan, _ = reading.of(layer)
+        pool, size = layer.pool, self.groups.page_size
         rows, heads, _, _ = shape_of(prepared)
         step = self.scan_pages * heads
         chosen, numbers = self.choose_pages(reading, layer, queries)
@@ -328,56 +347,54 @@ class PackedDecoder:
 
     def _attend_exact(self, reading: Reading, layer: Layer, queries: tf.Tensor) -> Partial:
         """Attention over the tokens that each query reads exactly."""
-        parts, positions, scan, tails, _ = reading
+        parts, positions, scan, tails = reading.of(layer)
         tail, codec = self.tail, layer.pool.codec
         held = tail.layout.positions_of(scan.start)
         held = tf.where(tail.holds(codec, tails, scan.start, held), held, -1)
-        mask = self.geometry.mask(positions, held)
+        mask = self.geometry_of(layer).mask(positions, held)
         mask &= masks.exact(positions, held, codec.recent, codec.sinks)
         scoring = scoring_of(self.config, layer.number)
         mask, apart = scoring.narrow(mask, positions, held), scoring.between(positions, held)
         found = tail.gather(parts["exact"], tails, layer.number)
         keys, values = ({"codes": side} for side in found)
-        here = self._asked_here(held)
+        here = self._asked_here(layer, held)
         near = attention.attend(queries, keys, values, mask & here, _FRESH, scoring=apart)
-        if self._furthest is None:
+        if self._furthest(layer) is None:
             return near
-        looking = self.look_at_sinks(queries, positions, layer.number)
+        looking = self.look_at_sinks(queries, positions, layer)
         sinks = attention.attend(looking, keys, values, mask & ~here, _FRESH, scoring=apart)
         return attention.merge(near, sinks)
 
-    @property
-    def _furthest(self) -> int | None:
+    def _furthest(self, layer: Layer) -> int | None:
         """See `CachePolicy.furthest`."""
-        return self.geometry.cache.policy.furthest
+        return self.geometry_of(layer).cache.policy.furthest
 
-    def look_at_sinks(
-        self, queries: tf.Tensor, positions: tf.Tensor, number: tf.Tensor
-    ) -> tf.Tensor:
-        """Queries of layer `number` as they look at the sinks, where those are looked at from
+    def look_at_sinks(self, queries: tf.Tensor, positions: tf.Tensor, layer: Layer) -> tf.Tensor:
+        """Queries of a layer as they look at the sinks, where those are looked at from
         elsewhere."""
-        back = steps_back(positions, self._furthest or 0)
-        angles = self.turning.of_layer(self.turning.angles(back, once=True), number)
+        back = steps_back(positions, self._furthest(layer) or 0)
+        angles = self.turning.of_layer(self.turning.angles(back, once=True), layer.number)
         return queries if angles is None else turn_grouped(queries, *angles)
 
-    def _asked_here(self, keys: tf.Tensor) -> tf.Tensor | bool:
+    def _asked_here(self, layer: Layer, keys: tf.Tensor) -> tf.Tensor | bool:
         """Whether ``keys [..., S]`` are looked at from the queries' own positions, bool
         ``[..., 1, S]``: all but sinks that are looked at from elsewhere."""
-        if self._furthest is None:
+        if self._furthest(layer) is None:
             return True
-        return (keys >= self.geometry.sinks)[..., tf.newaxis, :]
+        return (keys >= self.geometry_of(layer).sinks)[..., tf.newaxis, :]
 
     def _attend_sinks(self, reading: Reading, layer: Layer, queries: tf.Tensor) -> Partial:
         """Attention over the sinks on pages, looked at from elsewhere."""
-        parts, positions, scan, tails, _ = reading
-        looking = self.look_at_sinks(queries, positions, layer.number)
+        parts, positions, scan, tails = reading.of(layer)
+        looking = self.look_at_sinks(queries, positions, layer)
         scoring = scoring_of(self.config, layer.number)
-        codec, size = layer.codec, self.geometry.page_size
+        geometry, codec = self.geometry_of(layer), layer.codec
+        size = geometry.page_size
         seen = attention.nothing(queries)
         for index, pages in enumerate(tf.unstack(scan.sinks, axis=1)):
             keys = index * size + tf.range(size)
             keys = tf.where(keys < scan.start[:, tf.newaxis], keys, -1)
-            mask = self.geometry.mask(positions, keys) & ~self._asked_here(keys)
+            mask = geometry.mask(positions, keys) & ~self._asked_here(layer, keys)
             mask &= self._coded(codec, positions, keys, scan.start, tails)
             mask, apart = scoring.narrow(mask, positions, keys), scoring.between(positions, keys)
             coded = layer.pool.gather(parts, pages, layer.row)
@@ -569,7 +586,7 @@ class PackedDecoder:
         layer: Layer,
         new: tuple[tf.Tensor, tf.Tensor],
         here: tf.Tensor,
-        looks: Looks,
+        looks: Sequence[Looks],
         q: tf.Tensor,
     ) -> Partial:
         """Attention of one token over its own, and over those that went before it in `fresh`.
@@ -579,7 +596,7 @@ class PackedDecoder:
             layer: Which layer.
             new: The token's keys and values, without the layer axis, T = 1.
             here: bool ``[T, 1]``, the token's place in `fresh`.
-            looks: From the token to all of `fresh`.
+            looks: From the token to all of `fresh`, of each group of layers.
             q: Grouped queries.
         """
         keys, values = (
@@ -588,15 +605,20 @@ class PackedDecoder:
         )
         return self.attend_fresh(layer, q, keys, values, looks)
 
-    def looks(self, queries: tf.Tensor, keys: tf.Tensor) -> Looks:
-        """Of queries at positions ``[A, T]`` at keys ``[A, S]``."""
-        return Looks(queries, keys, self.geometry.mask(queries, keys))
+    def looks(self, queries: tf.Tensor, keys: tf.Tensor) -> tuple[Looks, ...]:
+        """Of queries at positions ``[A, T]`` at keys ``[A, S]``, in each group of layers."""
+        return tuple(
+            Looks(queries, keys, geometry.mask(queries, keys)) for geometry in self.groups.groups
+        )
 
     def attend_fresh(
-        self, layer: Layer, q: tf.Tensor, keys: Coded, values: Coded, looks: Looks
+        self, layer: Layer, q: tf.Tensor, keys: Coded, values: Coded, looks: Sequence[Looks]
     ) -> Partial:
         """Attention of grouped queries over tokens that are not on pages yet."""
-        scoring, (queries_at, keys_at, mask) = scoring_of(self.config, layer.number), looks
+        scoring, (queries_at, keys_at, mask) = (
+            scoring_of(self.config, layer.number),
+            looks[layer.pool.group],
+        )
         mask = scoring.narrow(mask, queries_at, keys_at)
         apart = scoring.between(queries_at, keys_at)
         return attention.attend(q, keys, values, mask, _FRESH, scoring=apart)
@@ -607,7 +629,7 @@ class PackedDecoder:
         parts: Parts,
         tokens: tf.Tensor,
         positions: tf.Tensor,
-        table: tf.Tensor,
+        tables: Tables,
         start: tf.Tensor,
         filled: tf.Tensor,
         tails: Tails,
@@ -620,7 +642,7 @@ class PackedDecoder:
             parts: The pool.
             tokens: int32 ``[T]``.
             positions: int32 ``[T]``; −1 = not a token.
-            table: int32 ``[columns]``, the row's pages.
+            tables: int32 ``[columns]`` of each group, the row's pages.
             start: int32, position of the piece's first token.
             filled: int32, positions below it are on pages already.
             tails: Of this row, ``[1]``.
@@ -629,9 +651,10 @@ class PackedDecoder:
         Returns:
             Block outputs ``[T, D]`` and the pool with the piece in it.
         """
-        scan = self.scan(table[tf.newaxis], start[tf.newaxis], tails.floor, tf.constant([True]))
+        tables = tuple(table[tf.newaxis] for table in tables)
+        scans = self.scan(tables, start[tf.newaxis], tails.floor, tf.constant([True]))
         queries_at = positions[tf.newaxis]
-        reading = Reading(parts, queries_at, scan, tails, alone)
+        reading = Reading(parts, queries_at, scans, tails, alone)
         looks = self.looks(queries_at, queries_at)
 
         def attend(layer: Layer, q: tf.Tensor, k: tf.Tensor, v: tf.Tensor) -> Partial:
@@ -640,15 +663,14 @@ class PackedDecoder:
 
         x = self.embed(weights, tokens[tf.newaxis], queries_at)
         x, fresh = self.layers(weights, x, queries_at, attend)
-        table, filled = table[tf.newaxis], filled[tf.newaxis]
-        parts = self.commit(parts, fresh, table, queries_at, filled, tails)
+        parts = self.commit(parts, fresh, tables, queries_at, filled[tf.newaxis], tails)
         return x[0], parts
 
     def commit(
         self,
         parts: Parts,
         fresh: Fresh,
-        table: tf.Tensor,
+        tables: Tables,
         positions: tf.Tensor,
         filled: tf.Tensor,
         tails: Tails,
@@ -661,12 +683,11 @@ class PackedDecoder:
         Args:
             parts: The pool.
             fresh: Keys and values.
-            table: int32 ``[B, columns]``.
+            tables: int32 ``[B, columns]`` of each group.
             positions: int32 ``[B, T]``; −1 is written nowhere.
             filled: int32 ``[B]``, positions below it are on pages already.
             tails: Fields ``[B]``.
         """
-        layout, size = self.geometry.layout, self.geometry.page_size
         keys, values = (
             tf.reshape(
                 tf.transpose(new, [0, 1, 3, 2, 4]),
@@ -676,28 +697,29 @@ class PackedDecoder:
         )
         newest = tf.reduce_max(positions, axis=1, keepdims=True)
         new = tf.where(positions >= filled[:, tf.newaxis], positions, -1)
-        positions = tf.where(layout.keeps(new, newest + 1), new, -1)
+        kept = [
+            tf.where(geometry.layout.keeps(new, newest + 1), new, -1)
+            for geometry in self.groups.groups
+        ]
         for pool in self.pools.pools:
-            where = (pool, self.tail, self.geometry)
-            parts = write_key_groups(*where, parts, fresh.keys, table, positions, tails)
+            where = (pool, self.tail, self.groups.groups[pool.group])
+            own = (tables[pool.group], kept[pool.group])
+            parts = write_key_groups(*where, parts, fresh.keys, *own, tails)
         if self.tail.recent:
             exact = self.tail.write(parts["exact"], tails.slot, new, keys, values)
             parts = {**parts, "exact": exact}
         parts = self.kept.observe(parts, tails.slot, new, fresh.queries)
-        page = tf.maximum(positions, 0) // size
-        physical = tf.gather(table, self.geometry.column_of(page), batch_dims=1)
-        physical = tf.where(positions >= 0, physical, 0)
-        parts = self.pools.write(
-            parts,
-            tf.reshape(physical, [-1]),
-            tf.reshape(tf.maximum(positions, 0) % size, [-1]),
-            keys,
-            values,
-        )
+        places = [
+            geometry.places(*own)
+            for geometry, *own in zip(self.groups.groups, tables, kept, strict=True)
+        ]
         for pool in self.pools.pools:
-            parts = write_bounds(pool, self.geometry, parts, table, positions)
+            parts = pool.write(parts, *places[pool.group], keys, values)
+        for pool in self.pools.pools:
+            own = (tables[pool.group], kept[pool.group])
+            parts = write_bounds(pool, self.groups.groups[pool.group], parts, *own)
         if self.kept.accumulates:
             first, end = first_position(new), tf.reduce_max(new, axis=1) + 1
-            asked = Questions(tails.slot, table, tails.floor, end, first, new, fresh.queries)
+            asked = Questions(tails.slot, tables[0], tails.floor, end, first, new, fresh.queries)
             parts = self.mass.add(parts, asked)
         return parts

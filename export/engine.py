@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import bisect
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -14,21 +15,22 @@ from tfkv.export.advance import Advance
 from tfkv.export.attention_probe import AttentionProbe
 from tfkv.export.decoder import PackedDecoder
 from tfkv.export.exact_tail import ExactTail
-from tfkv.export.geometry import CacheGeometry
 from tfkv.export.history import History
 from tfkv.export.kept_tokens import KeptTokens
+from tfkv.export.layer_groups import LayerGroups
 from tfkv.export.layer_pools import LayerPools
 from tfkv.export.lora_adapter import LoraAdapter
 from tfkv.export.packed_adapters import PackedAdapters
 from tfkv.export.packed_weights import PackedWeights
 from tfkv.export.page_copies import PageCopies, Piece
-from tfkv.export.page_table import PageTable
+from tfkv.export.page_tables import PageTables
 from tfkv.export.plan import Refusal
 from tfkv.export.replay import Replay
 from tfkv.export.rows import Admission, Answer, Request
 from tfkv.export.session_table import Names, SessionTable, check_request, first_of_session
 from tfkv.export.stats import Stats
 from tfkv.export.transient import TransientVariable
+from tfkv.layers.cache_spec import CacheSpec
 from tfkv.layers.codecs import CacheCodec, CodecTables
 from tfkv.manifest import MAX_STOP_TOKENS
 
@@ -65,38 +67,36 @@ class Engine(tf.Module):
         self.fingerprint = fingerprint
         self.config = config
         self.engine = engine
-        geometry = CacheGeometry.of(config, engine, PREFILL_PIECE)
-        codec = _with_tables(geometry.cache.codec, calibration)
+        groups = LayerGroups.of(config, engine, PREFILL_PIECE)
+        codec = _with_tables(groups.first.cache.codec, calibration)
         self._codec_tables = codec.tables  # as attributes they are saved
-        self.geometry = geometry.with_codec(codec)
+        self.groups = groups.with_codec(codec)
         self.weights = PackedWeights(config, weights, engine.weights)
         adapters = adapters or {}
-        _check_adapters(adapters, self.geometry)
+        _check_adapters(adapters, self.groups.first.cache)
         self.adapter_weights = PackedAdapters(config, tuple(adapters.values()))
         self.adapters = AdapterTable(
             {name: adapter.fingerprint for name, adapter in adapters.items()}, engine.slots
         )
         pages = pool_pages(config, engine)
-        self.pools = LayerPools(
-            config, self.geometry.codecs, self.geometry.selects, pages, engine.page_size
-        )
-        self.table = PageTable(
-            engine.slots, pages, self.geometry, engine.prefill_tokens + engine.decode_chunk
+        self.pools = LayerPools(config, self.groups, pages)
+        self.tables = PageTables(
+            engine.slots, pages, self.groups, engine.prefill_tokens + engine.decode_chunk
         )
         self.sessions = SessionTable(
-            engine.slots, engine.ttl_ms, self.table, engine.tenant_sessions, self.adapters
+            engine.slots, engine.ttl_ms, self.tables, engine.tenant_sessions, self.adapters
         )
         self.history = History(engine.slots, engine.history or config.context_length)
-        self.stats = Stats(self.sessions, self.history, self.pools, self.table)
-        self.tail = ExactTail(config, self.geometry.codecs, engine.slots)
-        self.kept = KeptTokens(config, self.geometry, engine)
+        self.stats = Stats(self.sessions, self.history, self.pools, self.tables)
+        self.tail = ExactTail(config, self.groups.codecs, engine.slots)
+        self.kept = KeptTokens(config, self.groups.first, engine)
         self.decoder = PackedDecoder(
             config,
             self.weights,
             self.pools,
             self.tail,
             self.kept,
-            self.geometry,
+            self.groups,
             engine.scan_pages,
             self.adapter_weights,
         )
@@ -105,7 +105,7 @@ class Engine(tf.Module):
             self.decoder,
             self.replay,
             self.history,
-            self.table,
+            self.tables,
             self.adapters,
             engine,
             PREFILL_PIECE,
@@ -114,11 +114,11 @@ class Engine(tf.Module):
         self._copies = PageCopies(
             self.sessions,
             self.history,
-            self.table,
+            self.tables,
             self.pools,
             self.tail,
             self.kept,
-            self.geometry,
+            self.groups,
             config.vocabulary_size,
         )
         self._resources = _resources(self)
@@ -126,8 +126,8 @@ class Engine(tf.Module):
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of cache a token takes, scales included."""
-        return sum(self.geometry.bytes_per_token(self.config).values())
+        """Bytes of cache a token takes, scales included, where all layers store it."""
+        return sum(self.groups.bytes_per_token(self.config).values())
 
     @property
     def page_bytes(self) -> int:
@@ -262,13 +262,8 @@ class Engine(tf.Module):
         ok = (refusal.status == Status.OK) & (found >= 0)
         # From nothing, a session starts anew: nothing it overwrote can be missed.
         reached, floor = (tf.where(position == 0, 0, least) for least in (reached, floor))
-        whole = ok & (filled <= self.geometry.layout.entries)
-        whole &= first == tf.range(tf.size(first))  # an equal row gives nothing back twice
-        size = self.engine.page_size
-        self.table.release(
-            tf.boolean_mask(slot, whole),
-            tf.boolean_mask(-tf.math.floordiv(-position, size), whole),
-        )
+        alone = ok & (first == tf.range(tf.size(first)))  # an equal row gives nothing back twice
+        self.tables.truncate(tf.boolean_mask(slot, alone), tf.boolean_mask(position, alone))
         slot = tf.where(ok, slot, self.engine.slots)
         self.history.publish(slot, position, tf.minimum(filled, position), reached, floor)
         self.stats.add(tf.zeros_like(self.stats.counters.read()))
@@ -344,7 +339,7 @@ class Engine(tf.Module):
         self.history.copy(origin, slot)
         self.history.publish(slot, position, filled, source.reached, source.floor)
         self.kept.copy(origin, slot)
-        self.table.fork(origin, slot, filled)
+        self.tables.fork(origin, slot, filled)
         self.tail.begin(slot, filled)
         served = refusal.status == Status.OK
         target = tf.where(exists < 0, slot, exists)
@@ -390,23 +385,23 @@ class Engine(tf.Module):
         refusal = refusal.when(position >= stored.held, Status.GAP, stored.held)
         oldest = tf.maximum(stored.reached - self.history.size, 0)
         refusal = refusal.when(position < oldest, Status.FORGOTTEN, oldest)
-        lost = ~self.geometry.reversible(stored.reached, stored.floor, position)
-        earliest = self.geometry.earliest_reversible(stored.reached, stored.floor)
+        lost = ~self.groups.reversible(stored.reached, stored.floor, position)
+        earliest = self.groups.earliest_reversible(stored.reached, stored.floor)
         refusal = refusal.when(lost, Status.NOT_REVERSIBLE, earliest)
         # What was kept by score lies at other positions in each head: there is no one axis.
         refusal = refusal.when(stored.floor > 0, Status.NOT_REVERSIBLE, stored.floor)
         ok = refusal.status == Status.OK
         position = tf.where(ok, position, -1)
-        table = tf.where(ok[:, tf.newaxis], tf.gather(self.table.variables.table.read(), slot), 0)
+        tables = tuple(tf.where(ok[:, tf.newaxis], row, 0) for row in self.tables.rows(slot))
         # A ring that was longer once still holds what it held then.
-        wrapped = stored.reached > self.geometry.layout.entries
+        wrapped = stored.reached > self.groups.entries
         written = tf.where(wrapped, tf.maximum(stored.reached - 1, stored.filled), stored.filled)
         token = self.history.reader()(slot, tf.maximum(position, 0)[:, tf.newaxis])[:, 0]
         weights, entries = self._probe(
             tf.where(ok, token, 0),
             position,
             tf.where(ok, layer, 0),
-            table,
+            tables,
             tf.where(ok, written, 0),
             self.tail.tails(
                 slot, tf.zeros_like(ok), tf.zeros_like(slot), stored.reached, stored.floor
@@ -475,7 +470,7 @@ class Engine(tf.Module):
 
     def _earliest(self, reached: tf.Tensor, floor: tf.Tensor) -> tf.Tensor:
         """Least tokens that a session can be rolled back to, apart from none."""
-        earliest = self.geometry.earliest_reversible(reached, floor) + 1
+        earliest = self.groups.earliest_reversible(reached, floor) + 1
         return tf.maximum(earliest, self.history.oldest(reached))
 
     def close(self, names: Names) -> tuple[tf.Tensor, ...]:
@@ -500,41 +495,73 @@ def _resources(engine: Engine) -> list[tf.saved_model.experimental.TrackableReso
     pools = [variable for side in sides for variable in side.values()]
     owners = (engine.history, engine.stats, engine.tail, engine.adapters)
     parts = [part for owner in owners for part in vars(owner).values()]
-    parts += [*engine.table.variables, *engine.tail.variables.values()]
+    parts += [variable for table in engine.tables.tables for variable in table.variables]
+    parts += [*engine.tail.variables.values()]
     parts += [variable for inner in engine.kept.variables.values() for variable in inner.values()]
     return pools + [part for part in parts if isinstance(part, TransientVariable)]
 
 
-def _check_adapters(adapters: Mapping[str, LoraAdapter], geometry: CacheGeometry) -> None:
+def _check_adapters(adapters: Mapping[str, LoraAdapter], cache: CacheSpec) -> None:
     """Raises `ConfigError` where an adapter has no name to call it by, or the policy would judge
     its tokens by other weights than they were made with."""
     for name, adapter in adapters.items():
         check_name(name)
-        if geometry.cache.policy.evicts and "attention_output" in adapter.targets:
+        if cache.policy.evicts and "attention_output" in adapter.targets:
             raise ConfigError(
                 f"Policies that evict score values by the base's output projection, and adapter "
-                f"{name!r} adds to it. Received: cache={str(geometry.cache)!r}. Choose a policy "
+                f"{name!r} adds to it. Received: cache={str(cache)!r}. Choose a policy "
                 "that does not evict, or merge the adapter."
             )
 
 
-def pool_pages(config: DecoderConfig, engine: EngineConfig) -> int:
-    """Pages of the pool that an engine will hold, page 0 included.
+def pool_pages(config: DecoderConfig, engine: EngineConfig) -> tuple[int, ...]:
+    """Pages of the pools of each group of layers that an engine will hold, page 0 included.
 
     Raises:
-        ConfigError: The pool is too small for a single session.
+        ConfigError: The pools are too small for a single session.
     """
-    geometry = CacheGeometry.of(config, engine, PREFILL_PIECE)
+    groups = LayerGroups.of(config, engine, PREFILL_PIECE)
+    columns = [group.columns for group in groups.groups]
     if not engine.pool_bytes:
-        return engine.slots * geometry.columns + 1
-    page = engine.page_size * sum(geometry.bytes_per_token(config).values())
-    pages = engine.pool_bytes // page
-    if pages <= geometry.columns:
+        return tuple(engine.slots * most + 1 for most in columns)
+    sizes = [
+        engine.page_size * sum(group.bytes_per_token(config).values()) for group in groups.groups
+    ]
+    least = sum(page * (most + 1) for page, most in zip(sizes, columns, strict=True))
+    if engine.pool_bytes < least:
         raise ConfigError(
-            f"`pool_bytes` must hold one session of {geometry.columns} pages and a spare one, "
-            f"{(geometry.columns + 1) * page} bytes. Received: pool_bytes={engine.pool_bytes}."
+            f"`pool_bytes` must hold one session of {' and '.join(map(str, columns))} pages and a "
+            f"spare one, {least} bytes. Received: pool_bytes={engine.pool_bytes}."
         )
-    return pages
+    return _share_out(engine.pool_bytes, engine.slots, columns, sizes)
+
+
+def _share_out(
+    pool_bytes: int, slots: int, columns: Sequence[int], sizes: Sequence[int]
+) -> tuple[int, ...]:
+    """Pages of each group, page 0 included, such that all slots can have equally many tokens, and
+    one of them all that a session may have.
+
+    Args:
+        pool_bytes: Of all groups together.
+        slots: Sessions.
+        columns: Most pages of a session in each group.
+        sizes: Bytes of a page.
+    """
+
+    def pages(each: int) -> list[int]:
+        return [max(most, slots * min(each, most)) + 1 for most in columns]
+
+    def fit(each: int) -> bool:
+        return sum(n * page for n, page in zip(pages(each), sizes, strict=True)) <= pool_bytes
+
+    each = bisect.bisect_left(range(1, max(columns) + 1), True, key=lambda n: not fit(n))
+    found = pages(each)
+    # What is left over goes where sessions grow longest.
+    longest = columns.index(max(columns))
+    rest = pool_bytes - sum(n * page for n, page in zip(found, sizes, strict=True))
+    found[longest] += rest // sizes[longest]
+    return tuple(found)
 
 
 def _with_tables(codec: CacheCodec, calibration: CodecTables | None) -> CacheCodec:

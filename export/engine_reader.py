@@ -37,7 +37,7 @@ class EngineReader:
     """
 
     def __init__(self, engine: Engine) -> None:
-        policy = engine.geometry.cache.policy
+        policy = engine.groups.first.cache.policy
         self.engine = engine
         self._evicts = isinstance(policy, EvictingPolicy)
         whole = isinstance(policy, EvictingPolicy) and policy.whole_prompt
@@ -46,7 +46,7 @@ class EngineReader:
         self._evict = tf.function(self._run_eviction, jit_compile=True, autograph=False)
         self._floor = tf.zeros([1], tf.int32)
         self._repeats = isinstance(policy, EvictingPolicy) and policy.repeats
-        self._said = np.zeros([engine.geometry.positions if self._repeats else 0], np.int32)
+        self._said = np.zeros([engine.groups.positions if self._repeats else 0], np.int32)
 
     def start(self) -> None:
         """Forgets what was evicted; else what is read never reaches behind its own position."""
@@ -79,13 +79,14 @@ class EngineReader:
             said = tf.constant(self._said)
             self._floor = self._evict(tf.constant([position], tf.int32), self._floor, said)
 
-    def _table(self) -> tf.Tensor:
-        return tf.range(1, self.engine.geometry.columns + 1)  # no session is about
+    def _tables(self) -> tuple[tf.Tensor, ...]:
+        """The pages of each group of layers; no session is about."""
+        return tuple(tf.range(1, group.columns + 1) for group in self.engine.groups.groups)
 
     def _run_eviction(self, position: tf.Tensor, floor: tf.Tensor, said: tf.Tensor) -> tf.Tensor:
         decoder, slot = self.engine.decoder, tf.zeros([1], tf.int32)
         weights, parts = decoder.read_weights(), decoder.read_cache()
-        rows = Evicted(slot, self._table()[tf.newaxis], floor, position)
+        rows = Evicted(slot, self._tables()[0][tf.newaxis], floor, position)
         parts = self._repeated(weights, parts, rows, said, tf.constant([True]))
         row = Evicted(*(field[0] for field in rows))
         decoder.assign_cache(decoder.kept.evict(parts, row, weights.stacked["attention_output"]))
@@ -113,10 +114,10 @@ class EngineReader:
     ) -> tuple[tf.Tensor, tf.Tensor]:
         decoder = self.engine.decoder
         weights, start = decoder.read_weights(), position[tf.newaxis]
-        slot, table = tf.zeros([1], tf.int32), self._table()
+        slot, tables = tf.zeros([1], tf.int32), self._tables()
         there = tokens >= 0
         parts = decoder.kept.begin(decoder.read_cache(), slot, start == 0)
-        asks = Evicted(slot, table[tf.newaxis], floor, start)
+        asks = Evicted(slot, tables[0][tf.newaxis], floor, start)
         count = tf.reduce_sum(tf.cast(there, tf.int32))[tf.newaxis]
         if self._repeats and not prompt:
             due = decoder.kept.due(floor, start, count, reads_on=False)
@@ -127,7 +128,7 @@ class EngineReader:
             parts,
             tf.where(there, tokens, 0),
             tf.where(there, position + tf.range(tokens.shape[0]), -1),
-            table,
+            tables,
             position,
             filled=position,
             tails=self.engine.tail.tails(slot, start == 0, tf.zeros_like(slot), start, floor),

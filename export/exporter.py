@@ -181,19 +181,19 @@ def _write(
 
 
 def _manifest(model: ModelSource, engine: Engine, table: dict) -> Manifest:
-    geometry = engine.geometry
+    groups = engine.groups
     return Manifest(
         model=model.config,
         engine=engine.engine,
         signatures=table,
         fingerprint=engine.fingerprint,
         bytes_per_token=engine.bytes_per_token,
-        bytes_per_session=engine.bytes_per_token * geometry.layout.entries + engine.beside_bytes,
-        positions=geometry.positions,
-        rollback=geometry.rollback,
+        bytes_per_session=groups.stored_bytes(model.config) + engine.beside_bytes,
+        positions=groups.positions,
+        rollback=groups.rollback,
         # A lossy code that rounding tips over moves all that is computed from it.
-        chunk_invariant=geometry.cache.policy.chunk_invariant
-        and all(codec.name == "float32" for codec in geometry.codecs),
+        chunk_invariant=groups.chunk_invariant
+        and all(codec.name == "float32" for codec in groups.codecs),
         stop_tokens=tuple(model.stop_tokens[:MAX_STOP_TOKENS]),
         chat_template=model.chat_template,
         special_tokens=dict(model.special_tokens),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
@@ -14,7 +15,6 @@ from tfkv.layers.cache_fit import check_fit
 from tfkv.layers.cache_spec import CacheSpec
 from tfkv.layers.codecs import CacheCodec
 from tfkv.layers.entry_layout import EntryLayout
-from tfkv.layers.per_layer import normal_form, with_exceptions
 from tfkv.layers.policies import EvictingPolicy, Quest
 
 #: Positions of a session that may outgrow the trained context: as far as float32 counts, in
@@ -24,45 +24,60 @@ ENDLESS = 1 << 24
 
 @dataclasses.dataclass(frozen=True)
 class CacheGeometry:
-    """A policy laid out on pages.
+    """The policy of some layers, mostly of all, laid out on pages.
 
     A session's entries are its pages' tokens in order: column ``entry // page_size`` of its
     row in the block table. A policy that keeps everything gets a ring, too, with the first
     page as sinks: it comes into use only when a session is allowed to slide.
 
     Args:
-        cache: Policy and codec.
+        cache: Policy, and the codec of its layers, or of most of them.
         page_size: Tokens a page (axis C).
         layout: Entries of a session.
         positions: Most positions a session may reach.
-        codecs: Of each layer; in a cache whose layers are all alike, that of `cache`.
-        selects: Of each layer, whether a token that is read alone looks at some pages only.
+        layers: Whose it is, ascending.
+        codecs: Of each of them.
+        selects: Of each of them, whether a token that is read alone looks at some pages only.
     """
 
     cache: CacheSpec
     page_size: int
     layout: EntryLayout
     positions: int
+    layers: tuple[int, ...]
     codecs: tuple[CacheCodec, ...]
     selects: tuple[bool, ...]
 
     @classmethod
-    def of(cls, model: DecoderConfig, engine: EngineConfig, prefill_piece: int) -> CacheGeometry:
-        """Geometry of an artifact.
+    def of(
+        cls,
+        model: DecoderConfig,
+        engine: EngineConfig,
+        prefill_piece: int,
+        cache: CacheSpec,
+        codecs: Mapping[int, CacheCodec],
+    ) -> CacheGeometry:
+        """Geometry of layers of an artifact.
+
+        Args:
+            model: Architecture.
+            engine: Page size, capacity and chunks.
+            prefill_piece: Tokens of a row that are prefilled at once.
+            cache: Of the layers.
+            codecs: By their numbers, ascending.
 
         Raises:
-            ConfigError: The capacity is too small to work with, or layers differ in more than
-                their codec.
+            ConfigError: The capacity is too small to work with, or the cache does not suit the
+                model.
         """
         _check_own_keys(model)
-        cache, codecs = _of_layers(model, engine)
         _check_positions(model, cache)
         asked = described(engine.cache, engine.layer_caches)
         page = engine.page_size
         # A page of slack at least: a window that straddles pages must not meet itself.
         slack = max(engine.decode_chunk, prefill_piece, page)
         chunk = max(engine.decode_chunk, prefill_piece)
-        for codec in dict.fromkeys(codecs):
+        for codec in dict.fromkeys(codecs.values()):
             least = chunk + codec.tokens - 1
             if 0 < codec.recent < least:
                 raise ConfigError(
@@ -74,7 +89,7 @@ class CacheGeometry:
                     f"`page_size` must be a multiple of the {codec.tokens} tokens that the codec "
                     f"codes together. Received: page_size={page}, cache={asked!r}."
                 )
-        selects = _selecting(model, engine, cache)
+        selects = _selecting(model, engine, cache, list(codecs))
         capacity = min(engine.capacity, model.context_length)
         layout = cache.policy.layout(capacity, slack, page)
         if isinstance(cache.policy, EvictingPolicy):
@@ -101,10 +116,10 @@ class CacheGeometry:
                     f"`window` and `sinks` must be at least {chunk} together, what an artifact "
                     f"computes at once. Received: cache={engine.cache!r}."
                 )
-        return cls(cache, page, layout, positions, codecs, selects)
+        return cls(cache, page, layout, positions, tuple(codecs), tuple(codecs.values()), selects)
 
     def bytes_per_token(self, model: DecoderConfig) -> dict[str, int]:
-        """Bytes that keys and values of one stored token take in all layers, by side; exact."""
+        """Bytes that keys and values of one stored token take in its layers, by side; exact."""
         heads, width = model.num_key_value_heads, model.head_dim
         sides = {
             side: heads * sum(codec.sides()[side].bytes_per_token(width) for codec in self.codecs)
@@ -205,13 +220,24 @@ class CacheGeometry:
         layout = EntryLayout(self.columns, self.layout.sinks // self.page_size)
         return layout.positions_of(tf.math.floordiv(positions, self.page_size) + 1)
 
+    def places(self, table: tf.Tensor, positions: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Where tokens at ``positions [B, T]`` lie on the pages of ``table [B, columns]``: pages
+        and places within them, int32 ``[B · T]``; page 0 for −1."""
+        page = tf.maximum(positions, 0) // self.page_size
+        physical = tf.gather(table, self.column_of(page), batch_dims=1)
+        physical = tf.where(positions >= 0, physical, 0)
+        offsets = tf.maximum(positions, 0) % self.page_size
+        return tf.reshape(physical, [-1]), tf.reshape(offsets, [-1])
+
     def column_of(self, pages: tf.Tensor) -> tf.Tensor:
         """Block-table column of each logical page."""
         layout = EntryLayout(self.columns, self.layout.sinks // self.page_size)
         return layout.entry_of(pages)
 
 
-def _selecting(model: DecoderConfig, engine: EngineConfig, cache: CacheSpec) -> tuple[bool, ...]:
+def _selecting(
+    model: DecoderConfig, engine: EngineConfig, cache: CacheSpec, layers: Sequence[int]
+) -> tuple[bool, ...]:
     """Whether each layer selects pages.
 
     Raises:
@@ -220,7 +246,7 @@ def _selecting(model: DecoderConfig, engine: EngineConfig, cache: CacheSpec) -> 
     """
     policy, size = cache.policy, engine.page_size
     if not isinstance(policy, Quest):
-        return (False,) * model.num_layers
+        return (False,) * len(layers)
     if policy.page_size != size:
         raise ConfigError(
             f"`page_size` of {policy.name!r} must be that of the artifact's pages: a page is what "
@@ -239,7 +265,7 @@ def _selecting(model: DecoderConfig, engine: EngineConfig, cache: CacheSpec) -> 
             f"Received: cache={engine.cache!r} and pages of {size} tokens."
         )
     heads = model.num_key_value_heads
-    of_layers = (policy.at_layer(n, model.num_layers, heads, None) for n in range(model.num_layers))
+    of_layers = (policy.at_layer(n, model.num_layers, heads, None) for n in layers)
     return tuple(one.selects for one in of_layers)
 
 
@@ -271,39 +297,3 @@ def _check_positions(model: DecoderConfig, cache: CacheSpec) -> None:
             "them differently, which an artifact judges in one loop. Received: "
             f"cache={str(cache)!r}. Choose 'snapkv', 'tova' or 'key_diff'; a Keras model takes it."
         )
-
-
-def _of_layers(
-    model: DecoderConfig, engine: EngineConfig
-) -> tuple[CacheSpec, tuple[CacheCodec, ...]]:
-    """The cache of most layers, and the codec of each.
-
-    Raises:
-        ConfigError: Layers differ in more than their codec, or differ at all where tokens are
-            evicted by score or a codec needs a calibration.
-    """
-    cache, exceptions = normal_form(engine.cache, model.num_layers, engine.layer_caches)
-    specs = with_exceptions(cache, model.num_layers, exceptions)
-    asked = described(engine.cache, engine.layer_caches)
-    if any(spec.policy != cache.policy for spec in specs):
-        raise ConfigError(
-            "The layers of an artifact share their pages, so that `layer_caches` may give them "
-            "another codec, such as '0-1=int8', but no other policy. A Keras model takes any: "
-            f"CausalLM(cache=layer_caches(...)). Received: {asked!r}."
-        )
-    if exceptions and cache.policy.evicts:
-        raise ConfigError(
-            f"{cache.policy.name!r} moves what it keeps from pages to a store of one codec, so "
-            "that no layer of an artifact may have another. A Keras model takes it: "
-            f"CausalLM(cache=layer_caches(...)). Received: {asked!r}."
-        )
-    calibrated = [spec.codec.name for spec in specs if spec.codec.needs_calibration]
-    if exceptions and calibrated:
-        raise ConfigError(
-            f"{calibrated[0]!r} has tables of all layers in an artifact, so that no layer may have "
-            "another codec. A Keras model takes it: CausalLM(cache=layer_caches(...)). Received: "
-            f"{asked!r}."
-        )
-    # Equal ones are one object.
-    codecs = {str(spec): spec.codec for spec in [*specs, cache]}
-    return cache, tuple(codecs[str(spec)] for spec in specs)

@@ -68,10 +68,10 @@ class KerasEngine(Engine):
         self.fingerprint = fingerprint
         self.engine = engine
         self.config: Any = _Vocabulary(decoder.vocabulary_size)
-        self.geometry: Any = SlotGeometry.of(_stores(decoder), positions)
+        self.groups: Any = SlotGeometry.of(_stores(decoder), positions)
         slots = SessionSlots(decoder, engine.slots, positions)
         self.pools: Any = slots
-        self.table: Any = slots
+        self.tables: Any = slots
         self.kept: Any = _NothingBeside()
         self.tail: Any = self.kept
         self.adapters = AdapterTable({}, engine.slots)
@@ -81,7 +81,7 @@ class KerasEngine(Engine):
         self.history = History(engine.slots, engine.history or positions)
         self.stats = Stats(self.sessions, self.history, slots, slots)
         self._advance = SlotAdvance(
-            decoder, self.history, slots, self.geometry, engine, PREFILL_PIECE
+            decoder, self.history, slots, self.groups, engine, PREFILL_PIECE
         )
         self._weights = variables_of(decoder)
         parts = [part for owner in (self.history, self.stats) for part in vars(owner).values()]
@@ -92,7 +92,7 @@ class KerasEngine(Engine):
     @property
     def bytes_per_token(self) -> int:
         """Bytes of cache a token of a full session takes, rounded up."""
-        return -(-self.pools.page_bytes // self.geometry.positions)
+        return -(-self.pools.page_bytes // self.groups.positions)
 
 
 def variables_of(decoder: CachedModel | CausalLM) -> list[tf.Variable]:

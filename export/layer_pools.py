@@ -1,4 +1,4 @@
-"""The page pools of all layers: one for each codec and way to read, mostly a single one."""
+"""The page pools of all layers: one for each group, codec and way to read, mostly a single one."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tfkv.config import DecoderConfig
+from tfkv.export.layer_groups import LayerGroups
 from tfkv.export.page_pool import PagePool, Parts
 from tfkv.layers.codecs import CacheCodec
 
@@ -65,41 +66,37 @@ class Run(NamedTuple):
 class LayerPools:
     """Keys and values of all sessions and layers, on pages.
 
-    Layers may differ in their codec, and in whether they select pages, and in nothing else, so
-    that all pools have the same pages and block tables: a page of a session is a page of each.
+    Layers of a group may differ in their codec, and in whether they select pages, so that its
+    pools have the same pages and block tables: a page of a session is a page of each.
 
     Args:
         config: Architecture.
-        codecs: Of each layer; equal ones are one object.
-        selects: Of each layer, whether it selects pages.
-        pages: Pages, page 0 included (axis P).
-        page_size: Tokens a page (axis C).
+        groups: Which layers share pages, and how each writes and reads them.
+        pages: Pages of each group, page 0 included (axis P).
 
     Attributes:
-        pools: One for each codec and way to read, in the order of their first layers.
+        pools: One for each group, codec and way to read, in the order of their first layers.
         runs: All layers in order, cut where the pool changes, or the kind of feed-forward layer.
     """
 
     def __init__(
         self,
         config: DecoderConfig,
-        codecs: Sequence[CacheCodec],
-        selects: Sequence[bool],
-        pages: int,
-        page_size: int,
+        groups: LayerGroups,
+        pages: Sequence[int],
     ) -> None:
-        self.pages = pages
-        self.page_size = page_size
-        kinds = list(zip(codecs, selects, strict=True))
-        layers: dict[tuple[CacheCodec, bool], list[int]] = {}
+        self.pages = tuple(pages)
+        self.page_size = size = groups.page_size
+        kinds = list(zip(groups.group_of, groups.codecs, groups.selects, strict=True))
+        layers: dict[tuple[int, CacheCodec, bool], list[int]] = {}
         for layer, kind in enumerate(kinds):
             layers.setdefault(kind, []).append(layer)
         of_kind = {
-            (codec, some): PagePool(config, codec, own, pages, page_size, number, some)
-            for number, ((codec, some), own) in enumerate(layers.items())
+            kind: PagePool(config, kind[1], own, pages[kind[0]], size, number, kind[2], kind[0])
+            for number, (kind, own) in enumerate(layers.items())
         }
         self.pools = tuple(of_kind.values())
-        sparse = [config.experts_of(layer) is not None for layer in range(len(codecs))]
+        sparse = [config.experts_of(layer) is not None for layer in range(len(kinds))]
         cut_by = list(zip(kinds, sparse, strict=True))
         cuts = [n for n in range(1, len(kinds)) if cut_by[n] != cut_by[n - 1]]
         self.runs = tuple(
@@ -121,7 +118,15 @@ class LayerPools:
     @property
     def page_bytes(self) -> int:
         """Bytes of one page, all layers and parts."""
-        return sum(pool.page_bytes for pool in self.pools)
+        return sum(self.page_bytes_of_groups)
+
+    @property
+    def page_bytes_of_groups(self) -> tuple[int, ...]:
+        """Bytes of one page of each group, all its layers and parts."""
+        return tuple(
+            sum(pool.page_bytes for pool in self.pools if pool.group == group)
+            for group in range(len(self.pages))
+        )
 
     def read(self) -> Parts:
         """All parts as tensors."""
@@ -132,43 +137,34 @@ class LayerPools:
         for pool in self.pools:
             pool.assign(parts)
 
-    def copy(self, parts: Parts, sources: tf.Tensor, targets: tf.Tensor) -> Parts:
-        """Copies whole pages; see `PagePool.copy`."""
-        for pool in self.pools:
-            parts = pool.copy(parts, sources, targets)
-        return parts
-
-    def write(
-        self,
-        parts: Parts,
-        pages: tf.Tensor,
-        offsets: tf.Tensor,
-        keys: tf.Tensor,
-        values: tf.Tensor,
+    def copy(
+        self, parts: Parts, sources: Sequence[tf.Tensor], targets: Sequence[tf.Tensor]
     ) -> Parts:
-        """Stores tokens of all layers; see `PagePool.write`."""
+        """Copies whole pages of each group; see `PagePool.copy`."""
         for pool in self.pools:
-            parts = pool.write(parts, pages, offsets, keys, values)
+            parts = pool.copy(parts, sources[pool.group], targets[pool.group])
         return parts
 
-    def read_bytes(self, pages: tf.Tensor) -> tf.Tensor:
-        """Pages as they are stored, string ``[B]`` of `page_bytes` bytes each: pool after pool,
-        as `PagePool.read_raw` reads them. Page 0 is all zeros."""
-        taken = [part for pool in self.pools for part in pool.read_raw(pages)]
-        data = tf.where((pages > 0)[:, tf.newaxis], tf.concat(taken, axis=1), 0)
+    def read_bytes(self, pages: Sequence[tf.Tensor]) -> tf.Tensor:
+        """Pages ``[B]`` of each group as they are stored, string ``[B]`` of `page_bytes` bytes
+        each: pool after pool, as `PagePool.read_raw` reads them. Page 0 is all zeros; it is that
+        of all groups or of none."""
+        taken = [part for pool in self.pools for part in pool.read_raw(pages[pool.group])]
+        data = tf.where((pages[0] > 0)[:, tf.newaxis], tf.concat(taken, axis=1), 0)
+
         return as_strings(data, self.page_bytes)
 
-    def write_bytes(self, pages: tf.Tensor, data: tf.Tensor) -> None:
+    def write_bytes(self, pages: Sequence[tf.Tensor], data: tf.Tensor) -> None:
         """Puts back what `read_bytes` gave, without touching any other page.
 
         Args:
-            pages: int32 ``[B]``; 0 = nowhere.
+            pages: int32 ``[B]`` of each group; 0 = nowhere.
             data: string ``[B]``; what follows a page's bytes does not count.
         """
         numbers = tf.io.decode_raw(data, tf.uint8, fixed_length=self.page_bytes)
         sizes = [pool.page_bytes for pool in self.pools]
         for pool, own in zip(self.pools, tf.split(numbers, sizes, axis=1), strict=True):
-            pool.write_raw(pages, own)
+            pool.write_raw(pages[pool.group], own)
 
 
 def as_strings(numbers: tf.Tensor, width: int) -> tf.Tensor:

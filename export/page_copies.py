@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
 
 from tfkv.errors import INPUT_NUMBERS, Status
 from tfkv.export.exact_tail import ExactTail
-from tfkv.export.geometry import CacheGeometry
 from tfkv.export.history import History
 from tfkv.export.kept_tokens import KeptTokens
+from tfkv.export.layer_groups import LayerGroups
 from tfkv.export.layer_pools import LayerPools
-from tfkv.export.page_table import PageTable
+from tfkv.export.page_tables import PageTables
 from tfkv.export.plan import Refusal, Remembered
 from tfkv.export.rows import NO_LOGPROB, STOPPED
 from tfkv.export.session_table import Names, SessionTable, first_of_session
@@ -51,11 +52,11 @@ class PageCopies:
     Args:
         sessions: The session table.
         history: What sessions said.
-        table: Whose pages are whose.
-        pool: The pages.
+        tables: Whose pages are whose.
+        pools: The pages.
         tail: What is kept exactly beside them, which is not copied.
         kept: What attention their tokens got.
-        geometry: Where tokens lie.
+        groups: Where tokens lie.
         vocabulary: Token ids are below it.
     """
 
@@ -63,26 +64,26 @@ class PageCopies:
         self,
         sessions: SessionTable,
         history: History,
-        table: PageTable,
+        tables: PageTables,
         pools: LayerPools,
         tail: ExactTail,
         kept: KeptTokens,
-        geometry: CacheGeometry,
+        groups: LayerGroups,
         vocabulary: int,
     ) -> None:
         self._sessions = sessions
         self._history = history
-        self._table = table
+        self._tables = tables
         self._pools = pools
         self._tail = tail
         self._kept = kept
         #: Bytes of one page of a session.
         self.page_bytes = pools.page_bytes + kept.page_bytes
-        self._geometry = geometry
-        self._size = geometry.page_size
+        self._groups = groups
+        self._size = groups.page_size
         self._vocabulary = vocabulary
         #: Most tokens a session can have to be copied.
-        self.limit = min(geometry.layout.entries, geometry.positions, history.size)
+        self.limit = min(groups.entries, groups.positions, history.size)
 
     def read(self, names: Names, page: tf.Tensor) -> tuple[Piece, Refusal, tf.Tensor]:
         """A page of each session, under the lock, and the number of its adapter; a refused row
@@ -102,9 +103,10 @@ class PageCopies:
         refusal = refusal.when(page >= self._pages(stored.held), Status.GAP, stored.held)
         ok = refusal.status == Status.OK
         page = tf.where(ok, page, 0)
-        column = self._geometry.column_of(page)
-        physical = tf.gather(self._table.variables.table.read(), slot)
-        physical = tf.where(ok, tf.gather(physical, column, batch_dims=1), 0)
+        physical = tuple(
+            tf.where(ok, tf.gather(row, geometry.column_of(page), batch_dims=1), 0)
+            for row, geometry in zip(self._tables.rows(slot), self._groups.groups, strict=True)
+        )
         places = page[:, tf.newaxis] * self._size + tf.range(self._size)
         live = ok[:, tf.newaxis] & (places < stored.held[:, tf.newaxis])
         at = places % self._history.size
@@ -161,7 +163,7 @@ class PageCopies:
         refusal = refusal.when(first != tf.range(tf.size(first)), Status.BUSY, first)
         filled = tf.minimum(end, piece.filled)
         adds = (refusal.status == Status.OK) & (stored.held <= begin)
-        page, refusal = self._table.append(
+        pages, refusal = self._tables.append(
             adds & (filled > begin), refusal, self._sessions.retry_after(now)
         )
         opens = (refusal.status == Status.OK) & (found < 0)
@@ -170,9 +172,9 @@ class PageCopies:
         adds &= served
         slot = tf.where(found < 0, made, found)
         target = tf.where(adds, slot, spare)
-        page = tf.where(adds, page, 0)
-        self._table.put(target, self._geometry.column_of(piece.page), page)
-        self._put(target, piece, page)
+        pages = tuple(tf.where(adds, page, 0) for page in pages)
+        self._tables.put(target, piece.page, pages)
+        self._put(target, piece, pages)
         places = begin[:, tf.newaxis] + tf.range(self._size)
         places = tf.where(adds[:, tf.newaxis] & (places < end[:, tf.newaxis]), places, -1)
         self._history.write(target, places, piece.tokens, piece.kinds, piece.logprobs)
@@ -182,14 +184,16 @@ class PageCopies:
         held = tf.where(adds, end, stored.held)
         return held, refusal, made >= 0
 
-    def _bytes_of(self, slot: tf.Tensor, page: tf.Tensor, physical: tf.Tensor) -> tf.Tensor:
+    def _bytes_of(
+        self, slot: tf.Tensor, page: tf.Tensor, physical: Sequence[tf.Tensor]
+    ) -> tf.Tensor:
         """What is stored of logical pages of slots that lie on physical ones, string ``[B]``."""
         codes = self._pools.read_bytes(physical)
         if not self._kept.page_bytes:
             return codes
         return tf.strings.join([codes, self._kept.read_bytes(slot, page)])
 
-    def _put(self, slot: tf.Tensor, piece: Piece, physical: tf.Tensor) -> None:
+    def _put(self, slot: tf.Tensor, piece: Piece, physical: Sequence[tf.Tensor]) -> None:
         """Puts back what `_bytes_of` gave; physical page 0 and the spare slot are nobody's."""
         self._pools.write_bytes(physical, piece.page_bytes)
         if self._kept.page_bytes:

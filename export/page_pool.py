@@ -19,8 +19,8 @@ _Scatter = Callable[[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor], tf.Tensor]
 
 
 class PagePool:
-    """The store behind every policy of an artifact, of the layers that share a codec and read
-    alike: mostly all.
+    """The store behind every policy of an artifact, of the layers of a group that share a codec
+    and read alike: mostly all.
 
     Each part of a code is one variable, ``[pages · L, K, ..., C]`` of keys and
     ``[pages · L, K, C, ...]`` of values: the layouts that both products of attention read
@@ -40,6 +40,7 @@ class PagePool:
         number: Of the pool, among those of an engine.
         selects: Whether its layers select pages, by bounds of the keys on each: float16
             ``[pages · L, K, 2H]``.
+        group: Number of its layers' group; see `LayerGroups`.
 
     Attributes:
         sides: What its keys and its values are called in `Parts`.
@@ -55,8 +56,10 @@ class PagePool:
         page_size: int,
         number: int = 0,
         selects: bool = False,
+        group: int = 0,
     ) -> None:
         self.config = config
+        self.group = group
         self.codec = codec
         self.layers = tuple(layers)
         self.pages = pages

@@ -7,13 +7,15 @@ unused first.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import tensorflow as tf
 
 from tfkv.errors import Status
 from tfkv.export.geometry import CacheGeometry
-from tfkv.export.plan import Plan, Refusal, Remembered
+from tfkv.export.plan import Plan, Remembered
 from tfkv.export.rows import Admission, Request
 from tfkv.export.transient import TransientVariable
 
@@ -68,36 +70,69 @@ class Found(NamedTuple):
     looked_up: tf.Tensor
 
 
-class Grant(NamedTuple):
+class Asked(NamedTuple):
+    """Pages that a batch needs, before it is known which rows get theirs.
+
+    Attributes:
+        mapped: int32 ``[B, columns]``, found pages that the sessions did not hold before.
+        references: int32 ``[P]``, with these.
+        touched: bool ``[B, columns]``, columns that are written to.
+        indexed: bool ``[B, columns]``, pages there that are only kept for others to find.
+        fresh: bool ``[B, columns]``, columns that want a new page.
+        need: int32 ``[B]``, new pages of each row.
+        free: int32, pages there are.
+    """
+
+    mapped: tf.Tensor
+    references: tf.Tensor
+    touched: tf.Tensor
+    indexed: tf.Tensor
+    fresh: tf.Tensor
+    need: tf.Tensor
+    free: tf.Tensor
+
+
+class Given(NamedTuple):
     """Pages given to a batch.
 
     Attributes:
         pages: The table with them.
-        plan: The plan, with the rows refused that did not fit.
         rows: int32 ``[B, columns]``, the sessions' table rows.
         copy_from: int32 ``[B, columns]``, page whose content a new page starts with; 0 = none.
         evicted: int32, cached pages that had to go.
     """
 
     pages: Pages
-    plan: Plan
     rows: tf.Tensor
     copy_from: tf.Tensor
     evicted: tf.Tensor
 
 
 class PageTable:
-    """Owns the variables behind `Pages`, and all decisions about pages.
+    """Owns the variables behind `Pages`, and all decisions about the pages of one group of
+    layers; `PageTables` makes those that concern several.
 
     Args:
         slots: Sessions held at once; row `slots` is the spare and has no pages.
         pages: Pages of the pool, page 0 included (axis P).
         geometry: Columns of a session, and which position lies where.
         most_tokens: Most tokens that one call adds to a session.
+        shared: First tokens of a session that others may find; no more than its entries.
+        group: Number of the group.
     """
 
-    def __init__(self, slots: int, pages: int, geometry: CacheGeometry, most_tokens: int) -> None:
+    def __init__(
+        self,
+        slots: int,
+        pages: int,
+        geometry: CacheGeometry,
+        most_tokens: int,
+        shared: int,
+        group: int = 0,
+    ) -> None:
         self.slots = slots
+        self._shared = shared
+        prefix = f"page_{group}_" if group else "page_"
         self._most_pages = most_tokens // geometry.page_size + 2
         self.count = pages
         self.geometry = geometry
@@ -118,7 +153,7 @@ class PageTable:
         self.variables = Pages(
             **{
                 name: TransientVariable(
-                    f"page_{name}",
+                    f"{prefix}{name}",
                     shape,
                     dtype,
                     initial=(lambda: tf.one_hot(0, pages, dtype=tf.int32))
@@ -138,6 +173,11 @@ class PageTable:
         for variable, value in zip(self.variables, pages, strict=True):
             variable.assign(value)
 
+    def rows(self, pages: Pages, admission: Admission) -> tf.Tensor:
+        """The table rows of a batch's sessions as they are stored, int32 ``[B, columns]``."""
+        rows = tf.gather(pages.table, admission.slot)
+        return tf.where(admission.fresh[:, tf.newaxis], 0, rows)
+
     # --- finding -------------------------------------------------------------------------
 
     def find(
@@ -149,17 +189,16 @@ class PageTable:
         can find any.
         """
         size = self.geometry.page_size
-        rows = tf.gather(pages.table, admission.slot)
-        rows = tf.where(admission.fresh[:, tf.newaxis], 0, rows)
+        rows = self.rows(pages, admission)
         position = tf.where(request.position < 0, stored.held, request.position)
         end = position + request.length
         first = stored.filled // size
-        last = tf.minimum(end, self.geometry.layout.entries) // size
+        last = tf.minimum(end, self._shared) // size
         before = _page_at(rows, first - 1)
         parent = tf.where(first == 0, ROOT, before)
         chained = (first == 0) | tf.gather(pages.indexed, before)
         able = (admission.status == Status.OK) & (stored.filled % size == 0) & chained
-        able &= stored.filled <= self.geometry.layout.entries
+        able &= stored.filled <= self._shared
         able &= (position <= stored.held) & self.geometry.cache.policy.shareable
         ids = _token_reader(request, stored, position)
 
@@ -203,40 +242,63 @@ class PageTable:
 
     # --- allocation ----------------------------------------------------------------------
 
-    def allocate(self, pages: Pages, found: Found, plan: Plan, admission: Admission) -> Grant:
-        """Gives each row the pages that its plan writes to, or refuses it as FULL.
+    def ask(
+        self,
+        pages: Pages,
+        rows: tf.Tensor,
+        works: tf.Tensor,
+        plan: Plan,
+        admission: Admission,
+    ) -> Asked:
+        """Which pages the rows want that their plans write to.
 
         A page is written only by its one owner, and never while it is indexed: a shared page
         is replaced by a copy first. So is one that is only kept for others to find, as long as
         there are pages; else it is written where it is, and nobody finds it again.
+
+        Args:
+            pages: The table.
+            rows: int32 ``[B, columns]``, the sessions' table rows with what was found in them.
+            works: bool ``[B]``, rows that have work to do.
+            plan: What is to be done.
+            admission: Whose sessions they are.
         """
-        works = (plan.status == Status.OK) & (admission.first == tf.range(tf.size(plan.status)))
         old_rows = tf.gather(pages.table, tf.where(admission.fresh, self.slots, admission.slot))
-        mapped = tf.where((found.rows != old_rows) & works[:, tf.newaxis], found.rows, 0)
+        mapped = tf.where((rows != old_rows) & works[:, tf.newaxis], rows, 0)
         references = _add(pages.references, mapped, 1)
         touched = self._touched(plan) & works[:, tf.newaxis]
-        shared = tf.gather(references, found.rows) > 1
-        indexed = tf.gather(pages.indexed, found.rows) & ~shared
-        fresh = touched & ((found.rows == 0) | shared | indexed)
+        shared = tf.gather(references, rows) > 1
+        indexed = tf.gather(pages.indexed, rows) & ~shared
+        fresh = touched & ((rows == 0) | shared | indexed)
         free = tf.reduce_sum(tf.cast(references == 0, tf.int32))
         scarce = tf.reduce_sum(tf.cast(fresh, tf.int32)) > free
         fresh &= ~(indexed & scarce)
         need = tf.reduce_sum(tf.cast(fresh, tf.int32), axis=1)
-        fits = _fits(need, free)
-        refused = works & ~fits
-        plan = plan.refuse(refused, Status.FULL, admission.retry_ms)
-        mapped_back = tf.where(refused[:, tf.newaxis], mapped, 0)
-        references = _add(references, mapped_back, -1)
-        fresh &= fits[:, tf.newaxis]
+        return Asked(mapped, references, touched, indexed, fresh, need, free)
 
-        given = self._take(pages, references, fresh)
-        replaced = tf.where(fresh & (found.rows > 0), found.rows, 0)
-        rows = tf.where(fresh, given, found.rows)
-        taken = tf.where(fresh, given, 0)
+    def give(
+        self, pages: Pages, rows: tf.Tensor, asked: Asked, fit: tf.Tensor, refused: tf.Tensor
+    ) -> Given:
+        """Gives the pages of `ask` to the rows whose needs can be met.
+
+        Args:
+            pages: The table.
+            rows: int32 ``[B, columns]``, as it was asked for them.
+            asked: What they need.
+            fit: bool ``[B]``, needs that can be met.
+            refused: bool ``[B]``, rows whose work is not done, for lack of pages.
+        """
+        mapped_back = tf.where(refused[:, tf.newaxis], asked.mapped, 0)
+        references = _add(asked.references, mapped_back, -1)
+        fresh = asked.fresh & fit[:, tf.newaxis]
+        taken_now = self._take(pages, references, fresh)
+        replaced = tf.where(fresh & (rows > 0), rows, 0)
+        after = tf.where(fresh, taken_now, rows)
+        taken = tf.where(fresh, taken_now, 0)
         references = _add(_add(references, taken, 1), replaced, -1)
-        in_place = touched & indexed & ~fresh & fits[:, tf.newaxis]
-        taken = tf.where(in_place, found.rows, taken)
-        before = tf.where(in_place, found.rows, replaced)
+        in_place = asked.touched & asked.indexed & ~fresh & fit[:, tf.newaxis]
+        taken = tf.where(in_place, rows, taken)
+        before = tf.where(in_place, rows, replaced)
         evicted = tf.reduce_sum(tf.cast(tf.gather(pages.indexed, taken), tf.int32))
         pages = pages._replace(
             references=references,
@@ -244,7 +306,7 @@ class PageTable:
             indexed=_mark(pages.indexed, taken, False),
             foreign=_mark(pages.foreign, taken, tf.gather(pages.foreign, before)),
         )
-        return Grant(pages, plan, rows, replaced, evicted)
+        return Given(pages, after, replaced, evicted)
 
     def _touched(self, plan: Plan) -> tf.Tensor:
         """Columns that a plan writes to, bool ``[B, columns]``."""
@@ -311,26 +373,16 @@ class PageTable:
         self.variables.references.assign(_add(self.variables.references.read(), rows, 1))
         self.variables.table.assign(tf.tensor_scatter_nd_update(table, target[:, tf.newaxis], rows))
 
-    def append(
-        self, wants: tf.Tensor, refusal: Refusal, retry_ms: tf.Tensor
-    ) -> tuple[tf.Tensor, Refusal]:
-        """Gives rows a page each for what a caller brings; who owns it, `put` says.
+    def free(self) -> tf.Tensor:
+        """Pages that nobody refers to, int32."""
+        return tf.reduce_sum(tf.cast(self.variables.references.read() == 0, tf.int32))
 
-        Args:
-            wants: bool ``[B]``.
-            refusal: Rows that are refused already.
-            retry_ms: int32, for those that are refused now, as FULL.
-
-        Returns:
-            int32 ``[B]``, 0 where the row got none; and the refusals.
-        """
+    def append(self, wants: tf.Tensor) -> tf.Tensor:
+        """A page for each row of ``wants [B]``, of which there must be enough; int32 ``[B]``,
+        0 where the row wants none. Who owns it, `put` says."""
         pages = self.read()
-        free = tf.reduce_sum(tf.cast(pages.references == 0, tf.int32))
-        fits = _fits(tf.cast(wants, tf.int32), free)
-        refusal = refusal.when(wants & ~fits, Status.FULL, retry_ms)
-        wants &= fits
         taken = self._take(pages, pages.references, wants[:, tf.newaxis])[:, 0]
-        return tf.where(wants, taken, 0), refusal
+        return tf.where(wants, taken, 0)
 
     def put(self, slots: tf.Tensor, columns: tf.Tensor, taken: tf.Tensor) -> None:
         """Lets sessions own the pages of `append`.
@@ -388,7 +440,9 @@ class PageTable:
 
     def settle(
         self,
-        grant: Grant,
+        pages: Pages,
+        rows: tf.Tensor,
+        plan: Plan,
         filled: tf.Tensor,
         slot: tf.Tensor,
         tenant: tf.Tensor,
@@ -401,14 +455,15 @@ class PageTable:
         rows are put into the table.
 
         Args:
-            grant: What was given.
+            pages: The table, with what was given.
+            rows: int32 ``[B, columns]``, the sessions' rows with it.
+            plan: What was done.
             filled: int32 ``[B]``, positions on pages now.
             slot: int32 ``[B]``, the spare for rows that change nothing.
             tenant: int64 ``[B]``.
             ids: int32 ``[B, history]``, what the sessions say.
             floor: int32 ``[B]``, positions below it are not on pages any more.
         """
-        pages = grant.pages
         works = (slot < self.slots)[:, tf.newaxis]
         size, columns = self.geometry.page_size, self.geometry.columns
         whole = filled <= self.geometry.layout.entries
@@ -416,19 +471,22 @@ class PageTable:
         unused = beyond & whole[:, tf.newaxis] & works
         if self.geometry.cache.policy.evicts:
             unused = ~self._live(floor, filled) & works
-        references = _add(pages.references, tf.where(unused, grant.rows, 0), -1)
-        rows = tf.where(unused | ~works, 0, grant.rows)
+        references = _add(pages.references, tf.where(unused, rows, 0), -1)
+        rows = tf.where(unused | ~works, 0, rows)
         pages = pages._replace(
             references=references,
             table=tf.tensor_scatter_nd_update(pages.table, slot[:, tf.newaxis], rows),
-            foreign=self._foreign(pages.foreign, grant.plan, rows, filled),
+            foreign=self._foreign(pages.foreign, plan, rows, filled),
             clock=pages.clock + 1,
             used=_touch(pages.used, rows, pages.clock + 1),
         )
         if not self.geometry.cache.policy.shareable:
             return pages
-        first = grant.plan.filled // size
-        last = tf.where(works[:, 0] & whole, filled // size, first)
+        first = plan.filled // size
+        most = filled
+        if self._shared < self.geometry.layout.entries:
+            most = tf.minimum(filled, self._shared)
+        last = tf.where(works[:, 0] & whole, most // size, first)
         return self._index(pages, rows, first, last, tenant, ids)
 
     def _foreign(
@@ -554,15 +612,22 @@ def _touch(used: tf.Tensor, pages: tf.Tensor, clock: tf.Tensor) -> tf.Tensor:
     )
 
 
-def _fits(need: tf.Tensor, free: tf.Tensor) -> tf.Tensor:
-    """Rows whose need can be met, in order; a row that does not fit takes nothing."""
+def fits(needs: Sequence[tf.Tensor], free: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Rows whose needs can be met, in order; a row that does not fit takes nothing.
 
-    def body(row: tf.Tensor, left: tf.Tensor, fits: tf.Tensor) -> tuple[tf.Tensor, ...]:
-        wanted = tf.gather(need, row)
-        ok = wanted <= left
-        fits = tf.tensor_scatter_nd_update(fits, [[row]], [ok])
-        return row + 1, tf.where(ok, left - wanted, left), fits
+    Args:
+        needs: int32 ``[B]``, pages of each table.
+        free: int32, how many it has.
+    """
 
-    rows = tf.size(need)
-    state = (tf.constant(0), free, tf.ones_like(need, tf.bool))
-    return tf.while_loop(lambda row, *_: row < rows, body, state)[2]
+    def body(row: tf.Tensor, fit: tf.Tensor, *left: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        wanted = [tf.gather(need, row) for need in needs]
+        enough = [some <= there for some, there in zip(wanted, left, strict=True)]
+        ok = functools.reduce(tf.logical_and, enough)
+        pairs = zip(wanted, left, strict=True)
+        after = [tf.where(ok, there - some, there) for some, there in pairs]
+        return row + 1, tf.tensor_scatter_nd_update(fit, [[row]], [ok]), *after
+
+    rows = tf.size(needs[0])
+    state = (tf.constant(0), tf.ones_like(needs[0], tf.bool), *free)
+    return tf.while_loop(lambda row, *_: row < rows, body, state)[1]

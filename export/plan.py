@@ -7,7 +7,7 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tfkv.errors import Status
-from tfkv.export.geometry import CacheGeometry
+from tfkv.export.layer_groups import LayerGroups
 from tfkv.export.rows import GIVEN, STOPPED, Admission, Request
 from tfkv.export.slot_geometry import SlotGeometry
 
@@ -130,7 +130,7 @@ def make_plan(
     request: Request,
     admission: Admission,
     stored: Remembered,
-    geometry: CacheGeometry | SlotGeometry,
+    groups: LayerGroups | SlotGeometry,
     budget: PrefillBudget,
     chunk: int,
 ) -> Plan:
@@ -140,7 +140,7 @@ def make_plan(
         request: What the rows ask for.
         admission: Which sessions they mean.
         stored: What those sessions hold.
-        geometry: Where tokens lie and what can be read again.
+        groups: Where tokens lie and what can be read again.
         budget: Most tokens the batch prefills, and how it is shared out.
         chunk: Most tokens a row samples (axis N of the contract).
     """
@@ -155,15 +155,15 @@ def make_plan(
     refusal = refusal.when(blocked, Status.CONFLICT, end)
     whole = tf.maximum(held, end)
     wanted = tf.where((end + replayed >= held) & ~stopped, request.max_new_tokens - replayed, 0)
-    limit = geometry.limit(request.overflow)
+    limit = groups.limit(request.overflow)
     over = (end > limit) | ((request.overflow == 0) & (wanted > 0) & (whole + wanted > limit))
     refusal = refusal.when(over, Status.OVERFLOW, limit)
     room = tf.maximum(limit - whole, 0)
     sampled = tf.minimum(wanted, room)
 
-    start, target = _span(stored, geometry, position, end, whole, request)
-    lost = request.wants_logits & ~geometry.reversible(stored.reached, stored.floor, start)
-    earliest = geometry.earliest_reversible(stored.reached, stored.floor) + 1
+    start, target = _span(stored, groups, position, end, whole, request)
+    lost = request.wants_logits & ~groups.reversible(stored.reached, stored.floor, start)
+    earliest = groups.earliest_reversible(stored.reached, stored.floor) + 1
     refusal = refusal.when(lost, Status.NOT_REVERSIBLE, earliest)
 
     works = (refusal.status == Status.OK) & (admission.first == tf.range(tf.size(held)))
@@ -232,7 +232,7 @@ def _find_run(
 
 def _span(
     stored: Remembered,
-    geometry: CacheGeometry | SlotGeometry,
+    groups: LayerGroups | SlotGeometry,
     position: tf.Tensor,
     end: tf.Tensor,
     whole: tf.Tensor,
@@ -250,6 +250,6 @@ def _span(
     known = (places == 0) | ((places < stored.held[:, tf.newaxis]) & (logprobs <= 0))
     unknown = tf.reduce_min(tf.where(known, 2**31 - 1, places), axis=1)
     before = tf.maximum(tf.minimum(unknown - 1, start), 0)
-    again = request.wants_scores & geometry.reversible(stored.reached, stored.floor, before)
+    again = request.wants_scores & groups.reversible(stored.reached, stored.floor, before)
     start = tf.where(again, before, start)
     return tf.maximum(start, 0), tf.maximum(target, 1)

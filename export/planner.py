@@ -14,9 +14,10 @@ from tfkv.export.geometry import ENDLESS, CacheGeometry
 from tfkv.export.history import BYTES_PER_TOKEN as HISTORY_BYTES_PER_TOKEN
 from tfkv.export.importers.source import expected_tensors
 from tfkv.export.kept_tokens import kept_bytes
+from tfkv.export.layer_groups import LayerGroups
 from tfkv.export.packed_weights import matrix_shape
 from tfkv.layers.cache_spec import CacheSpec
-from tfkv.layers.per_layer import normal_form
+from tfkv.layers.per_layer import normal_form, with_exceptions
 from tfkv.layers.policies import EvictingPolicy
 
 #: What a warm server holds besides weights and sessions: program, compiled code, buffers.
@@ -35,9 +36,11 @@ class MemoryPlan:
         context: Tokens a session is planned for.
         key_bytes: Of the keys of one token, all layers; exact.
         value_bytes: Of its values; exact.
-        page_bytes: Of one page; exact.
-        session_pages: Pages that a session of `context` tokens takes; with a policy that evicts,
-            once it has: a prompt that is judged whole takes pages for all of it before.
+        page_bytes: Of one page, all layers; exact.
+        session_pages: Pages that a session of `context` tokens takes, in the layers that take
+            most; with a policy that evicts, once it has: a prompt that is judged whole takes
+            pages for all of it before.
+        cache_bytes: Of the pages of a session, each layer's own number of them; exact.
         history_bytes: Of the token history of one session.
         beside_bytes: Of one session beside its pages: what its codec keeps exactly, and what a
             policy that evicts has kept.
@@ -51,6 +54,7 @@ class MemoryPlan:
     value_bytes: int
     page_bytes: int
     session_pages: int
+    cache_bytes: int
     history_bytes: int
     beside_bytes: int
     weight_bytes: int
@@ -64,7 +68,7 @@ class MemoryPlan:
     @property
     def session_bytes(self) -> int:
         """Bytes of one session: its pages, its history and what it has beside them."""
-        return self.session_pages * self.page_bytes + self._slot_bytes
+        return self.cache_bytes + self._slot_bytes
 
     @property
     def _slot_bytes(self) -> int:
@@ -96,8 +100,8 @@ class MemoryPlan:
         return max(room // (versions * self.session_bytes), 0)
 
     def pool_bytes(self, sessions: int) -> int:
-        """What to give `tfkv export --pool` for so many sessions."""
-        return (sessions * self.session_pages + 1) * self.page_bytes
+        """What to give `tfkv export --pool-bytes` for so many sessions, and as many `--slots`."""
+        return sessions * self.cache_bytes + self.page_bytes
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as data."""
@@ -130,7 +134,8 @@ def plan_memory(
         ConfigError: A value is out of range, or the cache cannot be had for this model.
     """
     given = described(*normal_form(engine.cache, model.num_layers, engine.layer_caches))
-    endless = CacheSpec.parse(engine.cache).policy.furthest is not None
+    specs = with_exceptions(engine.cache, model.num_layers, engine.layer_caches)
+    endless = all(spec.policy.furthest is not None for spec in specs)
     most = ENDLESS if endless else model.context_length
     if not 1 <= context <= most:
         raise ConfigError(
@@ -142,20 +147,26 @@ def plan_memory(
     engine = dataclasses.replace(
         engine, cache=_without_caps(engine.cache), capacity=max(context, 2 * engine.page_size)
     )
-    geometry = CacheGeometry.of(model, engine, PREFILL_PIECE)
+    groups = LayerGroups.of(model, engine, PREFILL_PIECE)
     size = engine.page_size
-    for codec in dict.fromkeys(geometry.codecs):
+    for codec in dict.fromkeys(groups.codecs):
         codec.check(model.head_dim)
-    keys, values = geometry.bytes_per_token(model).values()
+    keys, values = groups.bytes_per_token(model).values()
+    pages = [_pages_at_rest(group, context) for group in groups.groups]
+    stored = [
+        count * size * sum(group.bytes_per_token(model).values())
+        for count, group in zip(pages, groups.groups, strict=True)
+    ]
     return MemoryPlan(
         cache=given,
         context=context,
         key_bytes=keys,
         value_bytes=values,
         page_bytes=size * (keys + values),
-        session_pages=_pages_at_rest(geometry, context),
+        session_pages=max(pages),
+        cache_bytes=sum(stored),
         history_bytes=(engine.history or model.context_length) * HISTORY_BYTES_PER_TOKEN,
-        beside_bytes=exact_bytes(model, geometry.codecs) + kept_bytes(model, geometry, engine),
+        beside_bytes=exact_bytes(model, groups.codecs) + kept_bytes(model, groups.first, engine),
         weight_bytes=_weight_bytes(model, engine.weights),
         memory=memory,
     )

@@ -44,7 +44,7 @@ class Replay:
     def __init__(
         self, decoder: PackedDecoder, repeat: Sequence[int], piece: int, history: int
     ) -> None:
-        least = min(decoder.geometry.layout.entries, decoder.config.context_length)
+        least = min(decoder.groups.entries, decoder.config.context_length)
         if decoder.kept.repeats and history < least:
             raise ConfigError(
                 f"`history` must be 0 or at least {least} where a policy has a text repeated, so "
@@ -98,7 +98,8 @@ class Replay:
         """The cache with the mass of one row's repetition."""
         decoder, config, piece = self._decoder, self._decoder.config, self._piece
         table, start, floor = (x[tf.newaxis] for x in (row.table, row.start, row.floor))
-        scan = decoder.scan(table, start, floor, tf.constant([True]))
+        # Layers are alike where tokens are evicted: one group.
+        scans = decoder.scan((table,), start, floor, tf.constant([True]))
         shape = [1, config.num_key_value_heads, self._pieces * piece, config.head_dim]
         nothing = tf.zeros([config.num_layers, *shape])
         column = tf.range(self._pieces * piece)
@@ -110,7 +111,7 @@ class Replay:
             tokens, place = self._said(chunk, nth * piece + tf.range(piece), row, tokens_at)
             positions = tf.where(place >= 0, row.start + place, -1)[tf.newaxis]
             before = tf.where(column < nth * piece, row.start + column, -1)[tf.newaxis]
-            reading = Reading(parts, positions, scan, tails, alone=False)
+            reading = Reading(parts, positions, scans, tails, alone=False)
             here, back = decoder.looks(positions, positions), decoder.looks(positions, before)
 
             def attend(layer: Layer, q: tf.Tensor, k: tf.Tensor, v: tf.Tensor) -> Partial:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
@@ -33,10 +34,11 @@ class SessionSlots:
             TransientVariable(f"session_{n}", (slots + 1, *row.shape[1:]), row.dtype)
             for n, row in enumerate(rows)
         ]
-        self.pages = slots + 1
+        self.pages = (slots + 1,)
         self.page_size = most_tokens
         self.page_bytes = sum(math.prod(row.shape) * row.dtype.size for row in rows)
-        self.nbytes = self.page_bytes * self.pages
+        self.page_bytes_of_groups = (self.page_bytes,)
+        self.nbytes = self.page_bytes * (slots + 1)
 
     def read(self, slot: tf.Tensor, fresh: tf.Tensor) -> Any:
         """States of a batch: rows ``slot [B]`` of all tensors, nothing where ``fresh [B]``."""
@@ -58,17 +60,21 @@ class SessionSlots:
         del filled
         self.write(target, self.read(source, tf.zeros_like(source, tf.bool)))
 
-    def release(self, slots: tf.Tensor, keep: tf.Tensor | None = None) -> None:
+    def release(self, slots: tf.Tensor) -> None:
         """Nothing to give back: a session that begins finds its slot empty."""
-        del slots, keep
+        del slots
 
-    def usage(self, used: tf.Tensor) -> dict[str, tf.Tensor]:
-        """See `PageTable.usage`."""
+    def truncate(self, slots: tf.Tensor, position: tf.Tensor) -> None:
+        """Nothing to give back: what is behind ``position [n]`` is overwritten by the next call."""
+        del slots, position
+
+    def usage(self, used: tf.Tensor, page_bytes: Sequence[int]) -> dict[str, tf.Tensor]:
+        """See `PageTables.usage`."""
         taken = tf.reduce_sum(tf.cast(used, tf.int64))
         none = tf.zeros_like(taken)
         free = self.slots - taken
         counts = {"pages_used": taken, "pages_shared": none, "pages_cached": none}
-        return {**counts, "pages_free": free}
+        return {**counts, "pages_free": free, "bytes_used": taken * page_bytes[0]}
 
     def check_integrity(self) -> tf.Tensor:
         """No page can be wrong where there is none; int64."""

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfkv.errors import INPUT_NUMBERS, Status
 from tfkv.export.adapter_table import ANOTHER, NO_SUCH, AdapterTable
-from tfkv.export.page_table import PageTable
+from tfkv.export.page_tables import PageTables
 from tfkv.export.plan import Refusal
 from tfkv.export.rows import Admission, Request
 from tfkv.export.session_slots import SessionSlots
@@ -75,7 +75,7 @@ class SessionTable(tf.Module):
         self,
         slots: int,
         ttl_ms: int,
-        pages: PageTable | SessionSlots,
+        pages: PageTables | SessionSlots,
         quota: int,
         adapters: AdapterTable,
     ) -> None:

@@ -11,7 +11,7 @@ from tfkv import samplers
 from tfkv.config import EngineConfig
 from tfkv.export.advance import Advance, Sampled, Work
 from tfkv.export.history import History
-from tfkv.export.page_table import Found
+from tfkv.export.page_tables import Found
 from tfkv.export.plan import Plan, PrefillBudget, make_plan
 from tfkv.export.rows import NO_LOGPROB, Admission, Answer, Request
 from tfkv.export.session_slots import SessionSlots
@@ -74,7 +74,7 @@ class SlotAdvance(Advance):
         scores = tf.fill(shape_of(request.tokens), NO_LOGPROB)
         answer = self._answer(request, plan, stored, made, scores)
         self._publish(plan, slot, stored, made, answer, scores, none)
-        found = Found(rows=none[:, tf.newaxis], filled=stored.filled, looked_up=none)
+        found = Found(rows=(none[:, tf.newaxis],), filled=stored.filled, looked_up=none)
         return answer, Work(plan, found, none, tf.constant(0))
 
     def _fill(self, plan: Plan, slot: tf.Tensor, state: Any, tokens_at: _TokensAt) -> Any:

@@ -7,7 +7,6 @@ import dataclasses
 import tensorflow as tf
 
 from tfkv.errors import ConfigError
-from tfkv.layers.entry_layout import EntryLayout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,11 +47,6 @@ class SlotGeometry:
         rollback = min((store.rollback for store in rings), default=-1)
         entries = min((store.layout.entries for store in rings), default=positions)
         return cls(positions, rollback, entries)
-
-    @property
-    def layout(self) -> EntryLayout:
-        """Of a session, which nothing in it overwrites."""
-        return EntryLayout(self.positions)
 
     def limit(self, overflow: tf.Tensor) -> tf.Tensor:
         """Most tokens a session may hold, by its overflow choice; int32."""

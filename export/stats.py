@@ -10,7 +10,7 @@ from tfkv.errors import Status
 from tfkv.export.advance import Work
 from tfkv.export.history import History
 from tfkv.export.layer_pools import LayerPools
-from tfkv.export.page_table import PageTable
+from tfkv.export.page_tables import PageTables
 from tfkv.export.rows import Admission, Answer
 from tfkv.export.session_slots import SessionSlots
 from tfkv.export.session_table import SessionTable
@@ -47,7 +47,7 @@ class Stats:
         sessions: The session table.
         history: The sessions' memory.
         pools: The page pools, or the slots that stand for them.
-        table: Whose pages are whose, likewise.
+        tables: Whose pages are whose, likewise.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class Stats:
         sessions: SessionTable,
         history: History,
         pools: LayerPools | SessionSlots,
-        table: PageTable | SessionSlots,
+        tables: PageTables | SessionSlots,
     ) -> None:
         self._sessions = sessions
         self._history = history
         self._pools = pools
-        self._table = table
+        self._tables = tables
         self.counters = TransientVariable("counters", (len(STATS),), tf.int64)
         self.published = TransientVariable("published_stats", (len(STATS),), tf.int64)
         self.loaded_ms = TransientVariable("loaded_ms", (), tf.int64, initial=_now_ms)
@@ -118,11 +118,9 @@ class Stats:
         self.counters.assign(counters)
         used = self._sessions.expiry.read()[:-1] > 1
         held, filled = self._history.held.read()[:-1], self._history.filled.read()[:-1]
-        usage = self._table.usage(used)
         now = {
             "slots_used": tf.reduce_sum(tf.cast(used, tf.int32)),
-            **usage,
-            "bytes_used": usage["pages_used"] * self._pools.page_bytes,
+            **self._tables.usage(used, self._pools.page_bytes_of_groups),
             "sessions_reaped": self._sessions.reaped.read(),
             "integrity": self._broken(names, used, held, filled),
         }
@@ -145,13 +143,13 @@ class Stats:
         alive = tf.reduce_sum(tf.cast(self._sessions.expiry.read()[:-1] > 0, tf.int64))
         rows = tf.reduce_any(used & ((filled > held) | (filled < held - 1)))
         broken = [*tf.unstack(names != alive), rows]
-        return tf.reduce_sum(tf.cast(tf.stack(broken), tf.int64)) + self._table.check_integrity()
+        return tf.reduce_sum(tf.cast(tf.stack(broken), tf.int64)) + self._tables.check_integrity()
 
     def read(self, rows: tf.Tensor) -> dict[str, tf.Tensor]:
         """The published values, each int64 ``[rows]``."""
         values = dict(zip(STATS, tf.unstack(self.published.read()), strict=True))
         values["slots"] = tf.constant(self._sessions.slots, tf.int64)
-        values["pages"] = tf.constant(self._pools.pages - 1, tf.int64)
+        values["pages"] = tf.constant(sum(self._pools.pages) - len(self._pools.pages), tf.int64)
         values["bytes_pool"] = tf.constant(self._pools.nbytes, tf.int64)
         values["uptime_ms"] = _now_ms() - self.loaded_ms.read()
         values["epoch"] = self.epoch.read()

@@ -102,7 +102,7 @@ Source = Annotated[
 ]
 LayerCache = Annotated[
     list[str] | None,
-    typer.Option(help="Layers with another codec, such as '0-1=int8'; give it for each."),
+    typer.Option(help="Layers with another codec or window, such as '0-1=int8'; give it for each."),
 ]
 Weights = Annotated[
     str, typer.Option(help="What weight matrices are stored as: float32, bfloat16 or int8.")

@@ -239,17 +239,18 @@ class EngineConfig:
         max_enqueued_batches: Batches that may wait; beyond it callers get UNAVAILABLE.
         history: Token positions a session remembers; 0 means the model's context length.
         ttl_ms: Lifetime of an idle session whose caller does not say, milliseconds.
-        pool_bytes: Bytes of the page pool; 0 means room for every slot at full capacity.
+        pool_bytes: Bytes of the page pool; 0 means room for every slot at full capacity. Where
+            layers keep different tokens it is shared out so that all slots can be equally long.
         tenant_sessions: Most sessions one tenant may hold; 0 means any number.
         scan_pages: Pages attention reads at once (see docs/decisions).
         head_budgets: Entries of each KV head of each layer, for a policy that evicts and whose
             budget a calibration has shared out; empty = the same for all.
         repeat: Token ids of what asks a model to repeat its text, for a policy that has it do so
             (``kvzip``); the exporter writes them down.
-        layer_caches: Layers that have another codec than `cache`, as exceptions of
-            `tfkv.layers.layer_caches`: ``("0-1=int8",)``.
+        layer_caches: Layers that have another codec than `cache`, another window, or both, as
+            exceptions of `tfkv.layers.layer_caches`: ``("0-7=sliding_window(window=512)",)``.
         weights: What weight matrices are stored as, one of `WEIGHT_TYPES`. ``"int8"``: a scale for
-            each output, and activations rounded to 8 bits a token; a quarter of the bytes, the
+            each output, and activations rounded to 15 bits a token; a quarter of the bytes, the
             fastest. ``"bfloat16"``: half of them, nothing else rounded.
         xla: Whether prefill and decode are compiled with XLA.
         text: Whether the artifact has ``generate_text`` as well, text in and out; some 100 MB.

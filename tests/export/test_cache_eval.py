@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 import string
@@ -15,6 +16,7 @@ from tfkv.cache_scores import ContinuationScore, TaskScore, TextScore
 from tfkv.errors import ConfigError
 from tfkv.export import EvalPlan, cache_eval, evaluate_caches
 from tfkv.export.engine_reader import EngineReader
+from tfkv.layers.per_layer import normal_form
 from tfkv.tasks import TASKS, Context, Question, Task
 from tfkv.tasks.task import evenly
 
@@ -147,7 +149,7 @@ def test_another_cache_does_not_ask_the_full_one_again(found, tmp_path, monkeypa
 
     def watched(function):
         def call(reader, *arguments):
-            asked.append(str(reader.engine.geometry.cache))
+            asked.append(str(reader.engine.groups.first.cache))
             return function(reader, *arguments)
 
         return call
@@ -161,6 +163,17 @@ def test_another_cache_does_not_ask_the_full_one_again(found, tmp_path, monkeypa
         full, new = scores[FULL, measure], more[other, measure]
         for field in ("solved", "expected"):
             assert getattr(new, field, None) == getattr(full, field, None)
+
+
+def test_windows_of_layers_are_held_to_one_window_of_their_bytes():
+    model = dataclasses.replace(tiny_model.CONFIG, num_layers=4)
+    form = normal_form("dense", 4, ["0-1=sliding_window(window=64)"])
+    # Rings of 128 tokens, and all 512, in two layers each: 320 in the mean, of which a window
+    # shows 64 less, and beside sinks 64 less again.
+    assert cache_eval._windows(model, *form, 512) == [
+        "sliding_window(window=256)+float32",
+        "sliding_window(window=192,sinks=4)+float32",
+    ]
 
 
 @pytest.mark.slow

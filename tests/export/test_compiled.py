@@ -192,7 +192,7 @@ def test_no_copy_of_a_pool_or_of_a_sessions_cache(hlo, cache, rows):
     )
     text = _optimized(engine, rows)
     assert hlo.large_copies(text, 1), "the reader understands what it reads"
-    layer = engine.geometry.layout.entries * config.num_key_value_heads * config.head_dim
+    layer = engine.groups.first.layout.entries * config.num_key_value_heads * config.head_dim
     history = {engine.history.size, engine.history.size * (engine.engine.slots + 1)}
     found = hlo.large_copies(text, layer, ignore_axes=frozenset(history))
     assert not found, found

@@ -236,7 +236,7 @@ def test_bytes_beside_the_pages_are_exact():
         config = ENGINES[name]
         engine = Engine(tiny_model.CONFIG, tiny_model.make_weights(), config)
         assert engine.kept.nbytes == (config.slots + 1) * kept_bytes(
-            tiny_model.CONFIG, engine.geometry, config
+            tiny_model.CONFIG, engine.groups.first, config
         )
 
 

@@ -13,7 +13,7 @@ from tiny_artifacts import ENGINES, Caller, feed
 from tfkv.causal_lm import CausalLM
 from tfkv.config import EngineConfig
 from tfkv.errors import ConfigError, Status
-from tfkv.export.geometry import CacheGeometry
+from tfkv.export.layer_groups import LayerGroups
 
 #: By engine: its cache, and the one that reads all it can from codes.
 CACHES = {
@@ -159,10 +159,10 @@ def test_a_group_begun_before_a_fork_is_filled_by_each_branch_alone(exact, engin
 )
 def test_groups_that_do_not_fit_pages_or_chunks_are_refused(cache: str, page: int, match: str):
     with pytest.raises(ConfigError, match=match):
-        CacheGeometry.of(tiny_model.CONFIG, EngineConfig(cache=cache, page_size=page), 64)
+        LayerGroups.of(tiny_model.CONFIG, EngineConfig(cache=cache, page_size=page), 64)
 
 
 def test_fewer_exact_tokens_than_a_piece_are_refused():
     engine = EngineConfig(cache="k4v4(recent=32)", page_size=16)
     with pytest.raises(ConfigError, match=r"at least 64.*keeps 32"):
-        CacheGeometry.of(tiny_model.CONFIG, engine, 64)
+        LayerGroups.of(tiny_model.CONFIG, engine, 64)

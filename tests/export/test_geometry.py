@@ -11,6 +11,7 @@ from tiny_model import everything, sliding_pages, window
 from tfkv.config import EngineConfig
 from tfkv.errors import ConfigError
 from tfkv.export.geometry import CacheGeometry
+from tfkv.export.layer_groups import LayerGroups
 
 CASES = {
     "dense": ("dense", 96, 16, 64),
@@ -28,7 +29,7 @@ CASES = {
 
 def geometry_of(cache: str, capacity: int, page: int, piece: int) -> CacheGeometry:
     engine = EngineConfig(cache=cache, capacity=capacity, page_size=page, decode_chunk=1)
-    return CacheGeometry.of(tiny_model.CONFIG, engine, piece)
+    return LayerGroups.of(tiny_model.CONFIG, engine, piece).first
 
 
 def sees_of(geometry: CacheGeometry):

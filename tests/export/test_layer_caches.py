@@ -16,7 +16,7 @@ from tfkv.causal_lm import CausalLM
 from tfkv.config import EngineConfig
 from tfkv.errors import ConfigError, Status
 from tfkv.export import Engine, LoadedArtifact, export, plan_memory
-from tfkv.export.geometry import CacheGeometry
+from tfkv.export.layer_groups import LayerGroups
 from tfkv.layers import layer_caches
 
 CONFIG = dataclasses.replace(tiny_model.CONFIG, num_layers=5)
@@ -264,7 +264,6 @@ def test_a_manifest_has_exceptions_in_one_form(artifacts):
 @pytest.mark.parametrize(
     ("cache", "exception", "match"),
     [
-        ("int8", "1=sliding_window(window=64)", r"no other policy\. A Keras model takes any"),
         ("snapkv(budget=128)", "1=int8", r"'snapkv' moves what it keeps.*Keras model"),
         ("low_rank", "1=int8", r"'low_rank' has tables of all layers.*Keras model"),
         ("int8", "1=low_rank", r"'low_rank' has tables of all layers.*Keras model"),
@@ -275,7 +274,7 @@ def test_a_manifest_has_exceptions_in_one_form(artifacts):
 )
 def test_layers_that_cannot_differ_so_are_refused(tmp_path, cache, exception, match):
     with pytest.raises(ConfigError, match=match):
-        CacheGeometry.of(CONFIG, engine(cache, exception), 64)
+        LayerGroups.of(CONFIG, engine(cache, exception), 64)
     with pytest.raises(ConfigError, match=match):
         export(SOURCE, tmp_path, engine(cache, exception))
     assert list(tmp_path.iterdir()) == []

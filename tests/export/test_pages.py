@@ -247,6 +247,22 @@ def test_full_rings_of_all_slots_go_on_where_no_page_is_free(window):
     assert window.stats()["integrity"] == 0
 
 
+def test_a_ring_that_goes_back_to_its_first_round_finds_prompts_again(window):
+    """It gives up the pages behind that place: what is found would be mapped over them."""
+    root, branch = window.name(), window.name()
+    prompt, other = tiny_model.text(120, seed=230), tiny_model.text(17, seed=231)
+    feed(window, root, prompt[:97], 97)
+    feed(window, branch, [*prompt[:96], *other], 113)
+    window.generate(root, prompt[97:], 97, count=0)  # behind the first 112 tokens
+    assert window.truncate(root, 96)["status"] == Status.OK
+    before = window.stats()
+    logits = window.decode(root, other, 96)["logits"]
+    assert window.counted(before)["tokens_reused"] == 16
+    assert window.stats()["integrity"] == 0
+    wanted = tiny_model.logits([*prompt[:96], *other], tiny_model.window(20, 3))[-1]
+    np.testing.assert_allclose(logits, wanted, atol=2e-3)
+
+
 def test_a_refused_row_of_a_session_with_pages_leaves_the_table_sound(plain):
     name = plain.name()
     prompt = tiny_model.text(40, seed=140)

@@ -11,7 +11,7 @@ import tiny_model
 
 from tfkv.config import EngineConfig
 from tfkv.errors import Status
-from tfkv.export.geometry import CacheGeometry
+from tfkv.export.layer_groups import LayerGroups
 from tfkv.export.plan import Plan, PrefillBudget, Remembered, make_plan, oldest_start
 from tfkv.export.rows import (
     DECODE,
@@ -28,7 +28,7 @@ from tfkv.manifest import MAX_STOP_TOKENS
 
 WIDTH, CHUNK, HISTORY = 3, 2, 8
 ENGINE = EngineConfig(capacity=8, page_size=2, decode_chunk=CHUNK, prefill_tokens=WIDTH)
-GEOMETRY = CacheGeometry.of(tiny_model.CONFIG, ENGINE, 4)
+GROUPS = LayerGroups.of(tiny_model.CONFIG, ENGINE, 4)
 PATTERNS = [
     (GIVEN,) * 6,
     (GIVEN, SAMPLED, SAMPLED, SAMPLED, SAMPLED, SAMPLED),
@@ -96,7 +96,7 @@ def plan_all(cases: list[dict], budget: int = 10**6) -> Plan:
         column("held"), column("filled"), column("reached"), zeros, column("tokens"),
         column("kinds"), column("logprobs", 0, np.float32),
     )  # fmt: skip
-    plan = make_plan(request, admission, stored, GEOMETRY, PrefillBudget(budget, 99, 1), CHUNK)
+    plan = make_plan(request, admission, stored, GROUPS, PrefillBudget(budget, 99, 1), CHUNK)
     return Plan(*(value.numpy() for value in plan))
 
 

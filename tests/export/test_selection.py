@@ -19,7 +19,7 @@ from tfkv.errors import ConfigError, Status
 from tfkv.evaluation import read_on
 from tfkv.export import Engine, plan_memory
 from tfkv.export.engine_reader import EngineReader
-from tfkv.export.geometry import CacheGeometry
+from tfkv.export.layer_groups import LayerGroups
 
 TEXT = tiny_model.text(190, seed=600)
 CONFIG = tiny_model.CONFIG
@@ -203,4 +203,4 @@ def test_a_plan_has_the_bytes_of_an_engine(codec):
 def test_what_an_artifact_cannot_select_is_refused(cache, changes, match):
     config = EngineConfig(**{**PLAIN.to_dict(), "capacity": 192, "cache": cache, **changes})
     with pytest.raises(ConfigError, match=match):
-        CacheGeometry.of(CONFIG, config, 64)
+        LayerGroups.of(CONFIG, config, 64)

@@ -10,7 +10,7 @@ from tiny_artifacts import ENGINES, Caller
 from tfkv.causal_lm import CausalLM
 from tfkv.config import EngineConfig
 from tfkv.errors import ConfigError, Finish, Status
-from tfkv.export.geometry import CacheGeometry
+from tfkv.export.layer_groups import LayerGroups
 
 TEXT = tiny_model.text(700, seed=600)
 
@@ -54,4 +54,4 @@ def test_pictures_show_what_the_query_read(stream):
 def test_a_window_below_a_piece_is_refused():
     engine = EngineConfig(cache="streaming_llm(window=40)", page_size=16)
     with pytest.raises(ConfigError, match="at least 64 together"):
-        CacheGeometry.of(tiny_model.CONFIG, engine, 64)
+        LayerGroups.of(tiny_model.CONFIG, engine, 64)

@@ -90,7 +90,7 @@ def sliding_pages(entries: int, page: int) -> Sees:
 
 def logits(
     tokens: Sequence[int],
-    sees: Sees = everything,
+    sees: Sees | Sequence[Sees] = everything,
     stored: Callable[[np.ndarray], np.ndarray] = lambda x: x,
     config: DecoderConfig = CONFIG,
     weights: dict[str, np.ndarray] = WEIGHTS,
@@ -100,7 +100,7 @@ def logits(
 
     Args:
         tokens: The sequence.
-        sees: Visibility by position.
+        sees: Visibility by position, or that of each layer.
         stored: What keys and values ``[..., H]`` read as once a codec wrote them.
         config: Architecture.
         weights: Canonical weights.
@@ -108,7 +108,11 @@ def logits(
     """
     w = {name: value.astype(np.float64) for name, value in weights.items()}
     count = len(tokens)
-    mask = np.array([[sees(q, k) for k in range(count)] for q in range(count)])
+    of_layers = [sees] * config.num_layers if callable(sees) else sees
+    masks = {
+        rule: np.array([[rule(q, k) for k in range(count)] for q in range(count)])
+        for rule in dict.fromkeys(of_layers)
+    }
     x = w["token_embedding"][list(tokens)]
     for layer in range(config.num_layers):
         p = f"layers/{layer}/"
@@ -117,7 +121,7 @@ def logits(
         q, k = _rope(q, config), stored(_rope(k, config))
         k, v = (np.repeat(y, config.query_group_size, axis=1) for y in (k, stored(v)))
         scores = np.einsum("tnh,snh->nts", q, k) / np.sqrt(config.head_dim)
-        scores = np.where(mask, scores, -np.inf)
+        scores = np.where(masks[of_layers[layer]], scores, -np.inf)
         share = np.exp(scores - scores.max(-1, keepdims=True))
         share /= share.sum(-1, keepdims=True)
         watch(share)

@@ -41,12 +41,15 @@ def serve(
         one.close() if isinstance(one, Client) else one.stop()
 
 
-def masked_logits(source: ModelSource, ids: Sequence[int], window: int) -> np.ndarray:
-    """Logits ``[T, V]`` of a Llama with a whole cache and an explicit mask, from the papers."""
+def masked_logits(
+    source: ModelSource, ids: Sequence[int], window: int | Sequence[int]
+) -> np.ndarray:
+    """Logits ``[T, V]`` of a Llama with a whole cache and an explicit mask, from the papers; with
+    a window of all layers, or of each."""
     config, weights = source.config, source.weights
     size, heads = config.head_dim, config.num_query_heads
     steps = np.arange(len(ids))
-    seen = (steps[:, None] >= steps) & (steps[:, None] - steps < window)
+    windows = np.broadcast_to(window, config.num_layers)
     angles = steps[:, None] * config.rope_max_wavelength ** (-np.arange(0, size, 2) / size)
     cos, sin = (np.tile(f(angles), 2)[:, None].astype(np.float32) for f in (np.cos, np.sin))
 
@@ -64,6 +67,7 @@ def masked_logits(source: ModelSource, ids: Sequence[int], window: int) -> np.nd
         q, k, v = (np.einsum("td,dnh->tnh", h, w[n]) for n in ("query", "key", "value"))
         k, v = (np.repeat(part, config.query_group_size, axis=1) for part in (rotate(k), v))
         scores = np.einsum("tnh,snh->nts", rotate(q), k) / np.sqrt(size)
+        seen = (steps[:, None] >= steps) & (steps[:, None] - steps < windows[layer])
         scores = np.where(seen, scores, -np.inf)
         shares = np.exp(scores - scores.max(-1, keepdims=True))
         read = np.einsum("nts,snh->tnh", shares / shares.sum(-1, keepdims=True), v)
@@ -107,6 +111,27 @@ def test_a_window_equals_a_masked_run(
         logits = masked_logits(source, text[:length] + tokens, WINDOW)
         choices = logits[length - 1 : -1].argmax(-1).tolist()
         assert_same_tokens(tokens, choices, logits, f"{length} tokens")
+
+
+def test_windows_of_layers_equal_a_masked_run(
+    serve: Callable[[EngineConfig], Client], source: ModelSource, real_text: list[int]
+):
+    caches = (f"0-7=sliding_window(window={WINDOW})", f"8-23=sliding_window(window={2 * WINDOW})")
+    client = serve(EngineConfig(layer_caches=caches, **SMALL))
+    lengths = (WINDOW, WINDOW + 1, 2 * WINDOW + 1, 5 * WINDOW + 3)
+    text, windows = real_text[: max(lengths)], [WINDOW] * 8 + [2 * WINDOW] * 16 + [10**6] * 6
+    expected = masked_logits(source, text, windows)
+    for length in lengths:
+        with client.session() as session:
+            logits = session.logits(text[:length])
+            stats = client.stats()
+        assert np.abs(logits - expected[length - 1]).max() <= 1e-3, length
+    # Pages of 64 tokens, of 1,536 bytes a layer: rings of two and of three, and all six.
+    assert stats["pages_used"] == 2 + 3 + 6
+    assert stats["bytes_used"] == 64 * 1536 * (8 * 2 + 16 * 3 + 6 * 6)
+    tokens = greedy(client, text, 40)
+    logits = masked_logits(source, text + tokens, windows)
+    assert_same_tokens(tokens, logits[len(text) - 1 : -1].argmax(-1).tolist(), logits, "greedy")
 
 
 def test_an_int8_cache_answers_nearly_alike(
