@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
+from collections.abc import Mapping
 
 from benchmarks import texts
 from tfkv.calibration import Calibration
 from tfkv.config import EngineConfig
 from tfkv.export.engine_calls import EngineCalls
 from tfkv.export.exporter import fitted
+from tfkv.export.lora_adapter import LoraAdapter
 
 FULL = "dense+float32"
 _TURNS, _CHUNK = 16, 16
@@ -59,7 +61,22 @@ def step_ratio(
         weights: As of `EngineConfig.weights`; the other's are float32.
     """
     ours = _Sessions(cache, held, rows, calibration, weights)
-    full = _Sessions(FULL, held, rows, None, "float32")
+    return _ratio(ours, _Sessions(FULL, held, rows))
+
+
+def adapter_ratio(adapters: Mapping[str, LoraAdapter], held: int, rows: int = 1) -> StepRatio:
+    """Measures sessions that take adapters in turn, beside an engine that has none.
+
+    Args:
+        adapters: By name.
+        held: Tokens of each session before the first step.
+        rows: Sessions in a step.
+    """
+    ours = _Sessions(FULL, held, rows, adapters=adapters)
+    return _ratio(ours, _Sessions(FULL, held, rows))
+
+
+def _ratio(ours: _Sessions, full: _Sessions) -> StepRatio:
     ratios, theirs = [], []
     for turn in range(_TURNS):
         mine, other = ours.step_ms(), full.step_ms()
@@ -78,10 +95,17 @@ class _Sessions:
         rows: Sessions.
         calibration: For a cache that needs one.
         weights: As of `EngineConfig.weights`.
+        adapters: By name; sessions take them in turn.
     """
 
     def __init__(
-        self, cache: str, held: int, rows: int, calibration: Calibration | None, weights: str
+        self,
+        cache: str,
+        held: int,
+        rows: int,
+        calibration: Calibration | None = None,
+        weights: str = "float32",
+        adapters: Mapping[str, LoraAdapter] | None = None,
     ) -> None:
         capacity = held + (_TURNS + 1) * _CHUNK
         sizes = (1, rows) if rows > 1 else (1,)
@@ -89,8 +113,10 @@ class _Sessions:
             cache=cache, slots=rows, capacity=capacity, batch_sizes=sizes, weights=weights
         )
         engine = fitted(texts.model(), engine, calibration)
-        self._calls = EngineCalls(texts.model(), engine, calibration)
-        self._names = [f"row {row}" for row in range(rows)]
+        self._calls = EngineCalls(texts.model(), engine, calibration, adapters)
+        names = list(adapters or {}) or [""]
+        #: Name of each session to its adapter.
+        self._names = {f"row {row}": names[row % len(names)] for row in range(rows)}
         self._position = held
         for row, name in enumerate(self._names):
             text = texts.real_text()[row * held :][:held].tolist()
@@ -100,7 +126,8 @@ class _Sessions:
     def step_ms(self) -> float:
         """Moves all of them on by a chunk; milliseconds a step."""
         start = time.perf_counter()
-        self._generate(self._names, [[]] * len(self._names), self._position, _CHUNK)
+        names = list(self._names)
+        self._generate(names, [[]] * len(names), self._position, _CHUNK)
         self._position += _CHUNK
         return 1e3 * (time.perf_counter() - start) / _CHUNK
 
@@ -110,6 +137,7 @@ class _Sessions:
         answer = self._calls.call(
             "generate",
             session_id=names,
+            adapter=[self._names[name] for name in names],
             tokens=tokens,
             length=[len(row) for row in tokens],
             position=[position] * len(names),
