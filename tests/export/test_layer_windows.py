@@ -58,7 +58,7 @@ CODES = changed(
         "3=streaming_llm(window=62,sinks=2)+int8",
     ),
 )
-ENGINES = {"mix": MIX, "compiled": changed(xla=True, batch_sizes=(2,))}
+ENGINES = {"mix": MIX, "compiled": changed(xla=True, batch_sizes=(4,))}
 
 
 @pytest.fixture(scope="module")
