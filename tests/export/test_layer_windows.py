@@ -438,7 +438,7 @@ class Walk:
         answer = self.caller.generate(name, new, position, count=count)
         if not self._count("generate", answer, wrong):
             if wrong == Status.OK and not tokens:
-                self.caller.close(name)
+                self.end(name)
             return
         said = [*tokens, *new] if position else list(new)
         made = answer["tokens"][: answer["count"]].tolist()
@@ -453,7 +453,7 @@ class Walk:
 
     def fork(self, name: str) -> None:
         target = str(self.random.choice(self.names))
-        if name not in self.held or target in self.held:
+        if not self.held.get(name) or target in self.held:
             return
         held = self.held[name]
         at = int(self.random.integers(max(1, len(held) - 60), len(held) + 1))
