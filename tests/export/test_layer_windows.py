@@ -515,8 +515,8 @@ def test_random_operations_leave_every_group_sound(caller, seed):
 def test_many_random_operations_leave_every_group_sound(caller):
     walk = Walk(caller, 99)
     walk.run(2000)
-    for what in ("fork OK", "fork NOT_REVERSIBLE", "truncate OK", "truncate NOT_REVERSIBLE"):
-        assert walk.done[what] > 10, walk.done
+    for what in ("generate OK", "generate FULL", "truncate OK"):
+        assert walk.done[what] > 100, walk.done
 
 
 @pytest.mark.parametrize("config", [MIX, CODES])
