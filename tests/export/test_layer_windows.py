@@ -58,7 +58,7 @@ CODES = changed(
         "3=streaming_llm(window=62,sinks=2)+int8",
     ),
 )
-ENGINES = {"mix": MIX, "compiled": changed(xla=True, batch_sizes=(2,))}
+ENGINES = {"mix": MIX, "compiled": changed(xla=True, batch_sizes=(4,))}
 
 
 @pytest.fixture(scope="module")
@@ -438,7 +438,7 @@ class Walk:
         answer = self.caller.generate(name, new, position, count=count)
         if not self._count("generate", answer, wrong):
             if wrong == Status.OK and not tokens:
-                self.caller.close(name)
+                self.end(name)
             return
         said = [*tokens, *new] if position else list(new)
         made = answer["tokens"][: answer["count"]].tolist()
@@ -453,7 +453,7 @@ class Walk:
 
     def fork(self, name: str) -> None:
         target = str(self.random.choice(self.names))
-        if name not in self.held or target in self.held:
+        if not self.held.get(name) or target in self.held:
             return
         held = self.held[name]
         at = int(self.random.integers(max(1, len(held) - 60), len(held) + 1))
@@ -515,8 +515,8 @@ def test_random_operations_leave_every_group_sound(caller, seed):
 def test_many_random_operations_leave_every_group_sound(caller):
     walk = Walk(caller, 99)
     walk.run(2000)
-    for what in ("fork OK", "fork NOT_REVERSIBLE", "truncate OK", "truncate NOT_REVERSIBLE"):
-        assert walk.done[what] > 10, walk.done
+    for what in ("generate OK", "generate FULL", "truncate OK"):
+        assert walk.done[what] > 100, walk.done
 
 
 @pytest.mark.parametrize("config", [MIX, CODES])
