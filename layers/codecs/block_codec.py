@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfkv.errors import ConfigError
 from tfkv.layers.codecs.codec import Codec, Coded, PartSpec
 from tfkv.layers.codecs.packing import codes_together, pack, packed_size, unpack, unpack_parts
+from tfkv.layers.products import times
 
 
 class BlockCodec(Codec):
@@ -143,7 +144,7 @@ class BlockCodec(Codec):
         """Rotated, or rotated back: the matrix is its own inverse."""
         if not self.rotate:
             return x
-        return tf.matmul(x, tf.constant(hadamard(x.shape[-1]), x.dtype))
+        return times(x, tf.constant(hadamard(x.shape[-1]), x.dtype))
 
 
 @functools.cache

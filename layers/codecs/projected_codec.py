@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tfkv.errors import ConfigError
 from tfkv.layers.codecs.codec import Codec, Coded, PartSpec
+from tfkv.layers.products import times
 
 
 class ProjectedCodec(Codec):
@@ -55,14 +56,14 @@ class ProjectedCodec(Codec):
         x = tf.cast(x, tf.float32)
         if self._mean is not None:
             x -= self._row_of_heads(self._mean, x.dtype)
-        return self.inner.encode(tf.matmul(x, _tensor(self._down, x.dtype)))
+        return self.inner.encode(times(x, _tensor(self._down, x.dtype)))
 
     def decode(self, coded: Coded) -> tf.Tensor:
         x = self._mapped_back(self.inner.decode(coded))
         return x if self._mean is None else x + self._row_of_heads(self._mean, x.dtype)
 
     def prepare(self, queries: tf.Tensor) -> tf.Tensor:
-        asked = self.inner.prepare(tf.matmul(queries, _tensor(self._up, queries.dtype)))
+        asked = self.inner.prepare(times(queries, _tensor(self._up, queries.dtype)))
         if self._mean is None:
             return asked
         mean = self._row_of_heads(self._mean, queries.dtype)
@@ -85,7 +86,7 @@ class ProjectedCodec(Codec):
         return self.inner.mix(weights, coded)
 
     def _mapped_back(self, z: tf.Tensor) -> tf.Tensor:
-        return tf.matmul(z, _tensor(self._up, z.dtype), transpose_b=True)
+        return times(z, _tensor(self._up, z.dtype), transpose_b=True)
 
     @staticmethod
     def _row_of_heads(table: Any, dtype: tf.DType) -> tf.Tensor:
