@@ -111,7 +111,11 @@ def small_engine() -> EngineConfig:
 def test_versions_count_up(tmp_path, monkeypatch, small_engine):
     monkeypatch.setattr(exporter, "verify", lambda *_: None)
     written = []
-    monkeypatch.setattr(exporter, "_write", lambda *given: (given[3] / "saved_model.pb").touch())
+
+    def write(model, config, tables, adapters, stage, report):
+        (stage / "saved_model.pb").touch()
+
+    monkeypatch.setattr(exporter, "_write", write)
     (tmp_path / "7").mkdir()
     (tmp_path / "notes.txt").touch()
     for _ in range(3):
