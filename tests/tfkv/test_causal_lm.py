@@ -10,7 +10,7 @@ from tfkv.architecture import Attention, Positions, Rope
 from tfkv.causal_lm import CausalLM
 from tfkv.config import DecoderConfig, EngineConfig
 from tfkv.errors import CacheError, ConfigError, ModelSourceError
-from tfkv.export.geometry import CacheGeometry
+from tfkv.export.layer_groups import LayerGroups
 from tfkv.generation import generate, generate_without_cache
 from tfkv.layers.keras_api import keras
 
@@ -255,4 +255,4 @@ def test_layers_that_turn_keys_otherwise_cannot_share():
 
 def test_paged_artifacts_refuse_layers_that_share():
     with pytest.raises(ConfigError, match=r"tfkv.export.export_keras"):
-        CacheGeometry.of(SHARED, EngineConfig(), 64)
+        LayerGroups.of(SHARED, EngineConfig(), 64)
