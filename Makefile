@@ -27,7 +27,8 @@ PYTEST ?= pytest -m "not slow"
 TESTS_legacy_keras := $(addprefix tests/layers/test_,cached_cross_attention.py \
 	cached_multi_head_attention.py decoder_block.py experts.py layer_norm.py rms_norm.py \
 	share_kv_with.py) $(addprefix tests/tfkv/test_,cached_model.py causal_lm.py generation.py) \
-	$(addprefix tests/export/test_,exporter.py keras_exporter.py)
+	tests/export/test_exporter.py::test_smallest_engine_exports_and_verifies \
+	tests/export/test_keras_exporter.py
 test-legacy_keras: export TFKV_KERAS = tf_keras
 TEST_GROUPS := export_e others export_a-d layers export legacy_keras
 pytest = $(if $(PYTEST_ARGS),$(VENV)/bin/pytest $(1) $(PYTEST_ARGS),$(MAKE) --no-print-directory \
