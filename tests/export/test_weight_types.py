@@ -27,6 +27,7 @@ MIXED = dataclasses.replace(
     attention=dataclasses.replace(tiny_model.CONFIG.attention, bias=True),
 )
 MODELS = {"llama": tiny_model.CONFIG, "mixed": MIXED}
+_COMPILED = ["llama", pytest.param("mixed", marks=pytest.mark.slow)]
 
 
 @functools.cache
@@ -48,7 +49,7 @@ def logits(model: str, stored: str, weights: dict[str, np.ndarray], cut: int) ->
     )
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", _COMPILED)
 @pytest.mark.parametrize("stored", ["bfloat16", "int8"])
 def test_an_engine_computes_with_the_rounded_weights(model, stored):
     exact = logits(model, "float32", weights_of(model), 60)
@@ -60,7 +61,7 @@ def test_an_engine_computes_with_the_rounded_weights(model, stored):
     assert np.abs(made - expected).max() <= room < of_weights
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", _COMPILED)
 def test_codes_give_the_same_logits_however_many_tokens_are_read_at_once(model):
     """One at a time codes are cast to float, 12 at a time they are multiplied as integers."""
     alone, some, many = (logits(model, "int8", weights_of(model), cut) for cut in (1, 12, 60))
