@@ -185,8 +185,7 @@ def _over(pages: PageList, mass: tf.Tensor, add: _Add, step: int) -> tf.Tensor:
     """The mass after all pages of a list, `step` of them at a time."""
 
     def body(index: tf.Tensor, mass: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        taken, owners, bases = (tf.slice(x, [index * step], [step]) for x in pages[:3])
-        return index + 1, add(mass, PageList(taken, owners, bases, pages.count))
+        return index + 1, add(mass, pages.part(index, step))
 
-    trips = (pages.count + step - 1) // step
+    trips = pages.parts(step)
     return tf.while_loop(lambda index, _: index < trips, body, (tf.constant(0), mass))[1]

@@ -473,11 +473,10 @@ class PackedDecoder:
             return Partial(peak, mass, tf.reshape(output, shape))
 
         def body(index: tf.Tensor, *carried: tf.Tensor) -> tuple[tf.Tensor, ...]:
-            taken, owners, bases = (tf.slice(x, [index * step], [step]) for x in pages[:3])
-            seen = see(shaped(*carried), PageList(taken, owners, bases, pages.count))
+            seen = see(shaped(*carried), pages.part(index, step))
             return (index + 1, *map(keep_shape, flat(seen), carried))
 
-        trips = (pages.count + step - 1) // step
+        trips = pages.parts(step)
         state = (tf.constant(0), *flat(so_far))
         state = tf.while_loop(lambda index, *_: index < trips, body, state)
         return shaped(*state[1:])

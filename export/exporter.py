@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import pathlib
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import tensorflow as tf
 
@@ -91,16 +92,10 @@ def export(
     config = dataclasses.replace(config, cache=str(spec), layer_caches=exceptions)
     tables = checked(model, calibration)
     config = fitted(model, config, tables)
-    root = pathlib.Path(out_dir)
-    root.mkdir(parents=True, exist_ok=True)
-    stage = pathlib.Path(tempfile.mkdtemp(prefix=".writing-", dir=root))
-    try:
-        stage.chmod(0o755)  # mkdtemp keeps others out; a server is another user
+    with staged(out_dir) as stage:
         _write(model, config, tables, named, stage, report)
         verify(model, stage, report, tables, named)
-        return publish(stage, root)
-    finally:
-        shutil.rmtree(stage, ignore_errors=True)
+        return publish(stage)
 
 
 def checked(
@@ -169,12 +164,7 @@ def _write(
     engine.served = build_signatures(engine, table, face)
     tf.saved_model.save(engine, str(stage), signatures=dict(engine.served))
     report("export", 2, steps)
-    extra = stage / pathlib.Path(MANIFEST_PATH).parent
-    extra.mkdir(exist_ok=True)
-    manifest = _manifest(model, engine, table)
-    (stage / MANIFEST_PATH).write_text(manifest.to_json(), encoding="utf-8")
-    if model.tokenizer_json is not None:
-        (stage / TOKENIZER_PATH).write_text(model.tokenizer_json, encoding="utf-8")
+    write_texts(stage, _manifest(model, engine, table), model.tokenizer_json)
     report("export", 3, steps)
     write_warmup(stage / WARMUP_PATH, table, config.batch_sizes)
     report("export", 4, steps)
@@ -222,8 +212,31 @@ def _fingerprint(
     return digest.hexdigest()
 
 
-def publish(stage: pathlib.Path, root: pathlib.Path) -> pathlib.Path:
+@contextlib.contextmanager
+def staged(out_dir: str | pathlib.Path) -> Iterator[pathlib.Path]:
+    """A directory to write a version to, below a model directory; gone afterwards, unless it was
+    published."""
+    root = pathlib.Path(out_dir)
+    root.mkdir(parents=True, exist_ok=True)
+    stage = pathlib.Path(tempfile.mkdtemp(prefix=".writing-", dir=root))
+    try:
+        stage.chmod(0o755)  # mkdtemp keeps others out; a server is another user
+        yield stage
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+
+
+def write_texts(stage: pathlib.Path, manifest: Manifest, tokenizer_json: str | None) -> None:
+    """Writes what a version says of itself, and its tokenizer if it has one."""
+    (stage / MANIFEST_PATH).parent.mkdir(exist_ok=True)
+    (stage / MANIFEST_PATH).write_text(manifest.to_json(), encoding="utf-8")
+    if tokenizer_json is not None:
+        (stage / TOKENIZER_PATH).write_text(tokenizer_json, encoding="utf-8")
+
+
+def publish(stage: pathlib.Path) -> pathlib.Path:
     """Renames a finished version into place: a server never sees half of one."""
+    root = stage.parent
     for _ in range(100):
         taken = [int(path.name) for path in root.iterdir() if path.name.isdigit()]
         target = root / str(max(taken, default=0) + 1)

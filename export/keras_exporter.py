@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import pathlib
-import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,15 +16,13 @@ from tfkv.cached_model import CachedModel
 from tfkv.causal_lm import CausalLM
 from tfkv.config import EngineConfig
 from tfkv.errors import ConfigError
-from tfkv.export.exporter import Progress, publish
+from tfkv.export.exporter import Progress, publish, staged, write_texts
 from tfkv.export.keras_engine import KerasEngine, variables_of
 from tfkv.export.signatures import build_signatures
 from tfkv.export.verification import verify_keras
 from tfkv.export.warmup import write_warmup
 from tfkv.manifest import (
-    MANIFEST_PATH,
     MAX_STOP_TOKENS,
-    TOKENIZER_PATH,
     WARMUP_PATH,
     Manifest,
     SignatureSpec,
@@ -94,18 +90,12 @@ def export_keras(
     config = _engine_config(decoder, engine or EngineConfig(), positions)
     if isinstance(decoder, CachedModel):
         decoder.check()
-    root = pathlib.Path(out_dir)
-    root.mkdir(parents=True, exist_ok=True)
-    stage = pathlib.Path(tempfile.mkdtemp(prefix=".writing-", dir=root))
-    try:
-        stage.chmod(0o755)  # mkdtemp keeps others out; a server is another user
+    with staged(out_dir) as stage:
         report("export", 0, 1)
         _write(decoder, config, positions, tuple(stop_tokens), text, stage)
         report("export", 1, 1)
         verify_keras(decoder, stage, positions, report)
-        return publish(stage, root)
-    finally:
-        shutil.rmtree(stage, ignore_errors=True)
+        return publish(stage)
 
 
 def _positions(decoder: CachedModel | CausalLM, context_length: int | None) -> int:
@@ -148,11 +138,8 @@ def _write(
     table = {name: whole[name] for name in KERAS_SIGNATURES}
     engine.served = build_signatures(engine, table)
     tf.saved_model.save(engine, str(stage), signatures=dict(engine.served))
-    (stage / MANIFEST_PATH).parent.mkdir(exist_ok=True)
     manifest = _manifest(decoder, engine, table, stops, text)
-    (stage / MANIFEST_PATH).write_text(manifest.to_json(), encoding="utf-8")
-    if text is not None:
-        (stage / TOKENIZER_PATH).write_text(text.tokenizer_json, encoding="utf-8")
+    write_texts(stage, manifest, None if text is None else text.tokenizer_json)
     write_warmup(stage / WARMUP_PATH, table, config.batch_sizes)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from tfkv.config import DecoderConfig
 from tfkv.errors import ModelSourceError
-from tfkv.export.importers.source import expected_tensors
+from tfkv.export.importers.source import HEADS, expected_tensors, matrix_shape
 
 #: Matrices of a block that an adapter may add to.
 TARGETS = ("query", "key", "value", "attention_output", "gate", "up", "down")
@@ -92,10 +92,11 @@ class LoraAdapter:
                     f"'layers/0' to 'layers/{config.num_layers - 1}' that has it."
                 )
             _check_factors(name, a, b, matrix_shape(name, shapes[name]), shapes[name])
-        if self.base and self.base != fingerprint_of_weights(weights):
+        beside = fingerprint_of_weights(weights) if self.base else ""
+        if self.base != beside:
             raise ModelSourceError(
                 "The adapter was trained beside other weights than the base has: fingerprint "
-                f"{self.base}, of the base {fingerprint_of_weights(weights)}. Give the base that "
+                f"{self.base}, of the base {beside}. Give the base that "
                 "it was trained on."
             )
 
@@ -147,12 +148,6 @@ class LoraAdapter:
             ) from error
 
 
-def matrix_shape(name: str, shape: tuple[int, ...]) -> tuple[int, int]:
-    """``(in, out)`` of a canonical weight ``shape``, its heads side by side."""
-    inner = 2 if name.endswith("attention_output") else 1
-    return int(np.prod(shape[:inner])), int(np.prod(shape[inner:]))
-
-
 def fingerprint_of_weights(weights: Mapping[str, np.ndarray]) -> str:
     """Equal for equal weights."""
     digest = hashlib.sha256()
@@ -163,10 +158,10 @@ def fingerprint_of_weights(weights: Mapping[str, np.ndarray]) -> str:
 
 
 def _check_factors(
-    name: str, a: np.ndarray, b: np.ndarray, matrix: tuple[int, int], shape: tuple[int, ...]
+    name: str, a: np.ndarray, b: np.ndarray, matrix: tuple[int, ...], shape: tuple[int, ...]
 ) -> None:
-    heads = shape[1] if name.rpartition("/")[2] in ("query", "key", "value") else 1
-    width, out = matrix
+    heads = shape[1] if name.rpartition("/")[2] in HEADS else 1
+    out, width = matrix
     forms = [((width, parts), out // parts) for parts in dict.fromkeys((1, heads))]
     fits = a.ndim == 3 and b.ndim == 2 and (a.shape[:2], b.shape[1]) in forms
     if not fits or a.shape[2] != b.shape[0] or not b.shape[0]:

@@ -55,10 +55,15 @@ class Matrix:
         if self.scale is None:
             return self._as_floats(x)
         step = tf.maximum(tf.reduce_max(tf.abs(x), axis=-1, keepdims=True) / _MOST_STEPS, 1e-30)
-        codes, count = tf.round(x / step), tf.shape(x)[-2]
-        # Known when XLA compiles, so that one of the two is all that is compiled.
+        codes, count = tf.round(x / step), x.shape[-2]
+        if count is None:
+            count = tf.shape(x)[-2]
         some = (count > 1) & (count <= _SOME)
-        added = tf.cond(some, lambda: self._as_integers(codes), lambda: self._as_floats(codes))
+        if isinstance(some, bool):
+            added = self._as_integers(codes) if some else self._as_floats(codes)
+        else:
+            # Known when XLA compiles, so that one of the two is all that is compiled.
+            added = tf.cond(some, lambda: self._as_integers(codes), lambda: self._as_floats(codes))
         return added * step * self.scale[..., tf.newaxis, :]
 
     def _as_floats(self, x: tf.Tensor) -> tf.Tensor:

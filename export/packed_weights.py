@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
 
 from tfkv.config import DecoderConfig
+from tfkv.export.importers.source import HEADS, is_matrix, matrix_shape
 from tfkv.export.matrices import StoredMatrix, stored_as
 
 #: Packed matrices. Those that choose experts are float32 in any case.
@@ -23,17 +23,6 @@ _PACKED = (
     "shared_down",
 )
 _ROUTERS = ("router", "shared_router")
-_HEADS = ("query", "key", "value")
-#: Canonical matrices that are stored as what an engine asks for.
-_MATRICES = (
-    "token_embedding",
-    "output",
-    *_HEADS,
-    "attention_output",
-    *("gate", "up", "down"),
-    *("expert_gate", "expert_up", "expert_down"),
-    *("shared_gate", "shared_up", "shared_down"),
-)
 #: Vectors of a block that are stacked as they are, where it has them.
 _VECTORS = (
     "attention_output_bias",
@@ -97,36 +86,16 @@ class PackedWeights(tf.Module):
 Block = Mapping[str, np.ndarray]
 
 
-def matrix_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Axes ``[..., out, in]`` of a canonical weight that is stored as what an engine asks for;
-    None for any other.
-
-    Example:
-        >>> matrix_shape("layers/0/query", (576, 9, 64))
-        (576, 576)
-    """
-    leaf = name.rsplit("/", 1)[-1]
-    if leaf not in _MATRICES:
-        return None
-    if leaf in ("token_embedding", "output"):
-        return shape
-    if leaf in _HEADS:
-        return math.prod(shape[1:]), shape[0]
-    if leaf == "attention_output":
-        return shape[-1], math.prod(shape[:-1])
-    return *shape[:-2], shape[-1], shape[-2]
-
-
 def as_served(weights: Mapping[str, np.ndarray], dtype: str) -> dict[str, np.ndarray]:
     """Canonical weights with the roundings of what an engine stores."""
 
     def rounded(name: str, value: np.ndarray) -> np.ndarray:
-        shape = matrix_shape(name, value.shape)
-        if shape is None:
+        if not is_matrix(name):
             return value
         if name in ("token_embedding", "output"):
             return stored_as(value, dtype)
-        by_input = value.reshape(*shape[:-2], shape[-1], shape[-2])
+        *lead, out, width = matrix_shape(name, value.shape)
+        by_input = value.reshape(*lead, width, out)
         coded = stored_as(np.swapaxes(by_input, -1, -2), dtype)
         return np.swapaxes(coded, -1, -2).reshape(value.shape)
 
@@ -142,11 +111,11 @@ def _attention(block: Block) -> Block:
     """Of a block, with all of its norms."""
     width = block["query"].shape[0]
     packed = {
-        "qkv": np.concatenate([block[name].reshape(width, -1).T for name in _HEADS]),
+        "qkv": np.concatenate([block[name].reshape(width, -1).T for name in HEADS]),
         "attention_output": block["attention_output"].reshape(-1, width).T,
     }
     if "query_bias" in block:
-        biases = [block[f"{name}_bias"].reshape(-1) for name in _HEADS]
+        biases = [block[f"{name}_bias"].reshape(-1) for name in HEADS]
         packed["qkv_bias"] = np.concatenate(biases)
     return packed | {name: block[name] for name in _VECTORS if name in block}
 

@@ -25,6 +25,15 @@ class PageList(NamedTuple):
     bases: tf.Tensor
     count: tf.Tensor
 
+    def part(self, index: tf.Tensor, step: int) -> PageList:
+        """Part `index` of the list, `step` pages long."""
+        pages, owners, bases = (tf.slice(x, [index * step], [step]) for x in self[:3])
+        return PageList(pages, owners, bases, self.count)
+
+    def parts(self, step: int) -> tf.Tensor:
+        """How many parts of `step` pages have one that counts, int32."""
+        return (self.count + step - 1) // step
+
 
 class PageScan(NamedTuple):
     """All pages that the rows of a batch read.

@@ -405,10 +405,8 @@ class PageTable:
             )
         )
 
-    def usage(self, used: tf.Tensor) -> dict[str, tf.Tensor]:
-        """Pages by what they are for, each int64; what slots are in ``used [slots]`` does not
-        matter here."""
-        del used
+    def usage(self) -> dict[str, tf.Tensor]:
+        """Pages by what they are for, each int64."""
         references = self.variables.references.read()[1:]
         indexed = self.variables.indexed.read()[1:]
 

@@ -212,9 +212,10 @@ class PageTables:
             used: bool ``[slots]``, which does not matter here.
             page_bytes: Of a page of each group.
         """
+        del used
         totals: dict[str, tf.Tensor] = {}
         for table, size in zip(self.tables, page_bytes, strict=True):
-            own = table.usage(used)
+            own = table.usage()
             own["bytes_used"] = own["pages_used"] * size
             totals = {name: totals[name] + n if totals else n for name, n in own.items()}
         return totals

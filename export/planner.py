@@ -12,10 +12,9 @@ from tfkv.export.engine import PREFILL_PIECE
 from tfkv.export.exact_tail import exact_bytes
 from tfkv.export.geometry import ENDLESS, CacheGeometry
 from tfkv.export.history import BYTES_PER_TOKEN as HISTORY_BYTES_PER_TOKEN
-from tfkv.export.importers.source import expected_tensors
+from tfkv.export.importers.source import expected_tensors, is_matrix, matrix_shape
 from tfkv.export.kept_tokens import kept_bytes
 from tfkv.export.layer_groups import LayerGroups
-from tfkv.export.packed_weights import matrix_shape
 from tfkv.layers.cache_spec import CacheSpec
 from tfkv.layers.per_layer import normal_form, with_exceptions
 from tfkv.layers.policies import EvictingPolicy
@@ -176,10 +175,9 @@ def _weight_bytes(model: DecoderConfig, dtype: str) -> int:
     """Bytes of all weights where matrices are stored as `dtype`; exact."""
     total = 0
     for name, shape in expected_tensors(model):
-        matrix = matrix_shape(name, shape)
-        total += math.prod(shape) * (4 if matrix is None else WEIGHT_TYPES[dtype])
-        if matrix is not None and dtype == "int8":
-            total += 4 * math.prod(matrix[:-1])
+        total += math.prod(shape) * (WEIGHT_TYPES[dtype] if is_matrix(name) else 4)
+        if is_matrix(name) and dtype == "int8":
+            total += 4 * math.prod(matrix_shape(name, shape)[:-1])
     return total
 
 

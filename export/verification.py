@@ -117,12 +117,10 @@ def verify(
         for number, name in enumerate(names):
             said.append(_ask(artifact, model.config.vocabulary_size, room, name))
             report("verify", 2 + number, steps)
+    bases = model.weights, as_served(model.weights, engine.weights)
     for number, (name, answer) in enumerate(zip(names, said, strict=True)):
         try:
-            weights, served = (
-                adapters[name].merged(base) if name else base
-                for base in (model.weights, as_served(model.weights, engine.weights))
-            )
+            weights, served = (adapters[name].merged(base) if name else base for base in bases)
             own = dataclasses.replace(model, weights=weights)
             _check(own, served, engine, answer, calibration)
         except ExportError as error:

@@ -12,8 +12,8 @@ from tfkv.config import DecoderConfig
 from tfkv.errors import ModelSourceError
 from tfkv.export.importers.families import Family, family_of
 from tfkv.export.importers.families.llama import LLAMA
-from tfkv.export.importers.source import ModelSource, expected_tensors
-from tfkv.export.lora_adapter import TARGETS, LoraAdapter, fingerprint_of_weights, matrix_shape
+from tfkv.export.importers.source import ModelSource, expected_tensors, matrix_shape
+from tfkv.export.lora_adapter import TARGETS, LoraAdapter, fingerprint_of_weights
 
 if TYPE_CHECKING:
     import h5py
@@ -145,20 +145,9 @@ def _two_blocks(config: DecoderConfig) -> Any:
     """A Llama that has all the layers of a block, and next to no weights."""
     from keras_hub.models import LlamaBackbone
 
-    plain = DecoderConfig(
-        vocabulary_size=config.vocabulary_size,
-        num_layers=config.num_layers,
-        hidden_dim=config.hidden_dim,
-        num_query_heads=config.num_query_heads,
-        num_key_value_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        intermediate_dim=config.intermediate_dim,
-        rope_max_wavelength=config.rope_max_wavelength,
-        rms_epsilon=config.rms_epsilon,
-        context_length=config.context_length,
-        tie_embeddings=config.tie_embeddings,
-    )
-    if config != plain:
+    from tfkv.export.importers.keras_nlp import is_plain_llama
+
+    if not is_plain_llama(config):
         raise ModelSourceError(
             "A .lora.h5 file numbers the layers of a keras-nlp model, and this base is no plain "
             "Llama. Give the base as a keras-nlp model, or the adapter as one."
@@ -195,7 +184,7 @@ def _canonical(
     """Factors of keras-nlp's kernel as those of the canonical matrix, see `LoraAdapter`."""
     convert_a, convert_b = family.convert_factors(name)
     a, b = convert_a(a), convert_b(b)
-    width, out = matrix_shape(name, dict(expected_tensors(config))[name])
+    out, width = matrix_shape(name, dict(expected_tensors(config))[name])
     rank, part = b.shape
     parts = max(out // part, 1)
     if a.size != width * parts * rank or parts * part != out:

@@ -101,6 +101,12 @@ def read_frozen(model: Any) -> ModelSource:
     return ModelSource(config, weights)
 
 
+def is_plain_llama(config: DecoderConfig) -> bool:
+    """Whether a decoder has none of the options that a Llama of keras-nlp lacks."""
+    plain = {field: getattr(config, field) for field in _LLAMA_FIELDS}
+    return config == DecoderConfig(**plain)
+
+
 def to_keras_nlp(source: ModelSource, dtype: str = "float32") -> LlamaBackbone:
     """A keras-nlp backbone with the weights of a source: to compare with, or to train on.
 
@@ -120,8 +126,7 @@ def to_keras_nlp(source: ModelSource, dtype: str = "float32") -> LlamaBackbone:
 
     source.validate()
     config = source.config
-    plain = {field: getattr(config, field) for field in _LLAMA_FIELDS}
-    if config != DecoderConfig(**plain):
+    if not is_plain_llama(config):
         raise ModelSourceError(
             "Only a Llama can become a keras-nlp backbone again. Received a model with other "
             f"options: {config!r}."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,6 +11,41 @@ import numpy as np
 from tfkv.architecture import Experts
 from tfkv.config import DecoderConfig
 from tfkv.errors import ModelSourceError
+
+#: Projections into heads.
+HEADS = ("query", "key", "value")
+#: Matrices that an engine may store in fewer bits. Those that choose experts are not among them.
+_MATRICES = (
+    "token_embedding",
+    "output",
+    *HEADS,
+    "attention_output",
+    *("gate", "up", "down"),
+    *("expert_gate", "expert_up", "expert_down"),
+    *("shared_gate", "shared_up", "shared_down"),
+)
+
+
+def is_matrix(name: str) -> bool:
+    """Whether a canonical weight is a matrix that an engine may store in fewer bits."""
+    return name.rsplit("/", 1)[-1] in _MATRICES
+
+
+def matrix_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Axes ``[..., out, in]`` of a canonical matrix of a `shape`, its heads side by side.
+
+    Example:
+        >>> matrix_shape("layers/0/query", (576, 9, 64))
+        (576, 576)
+    """
+    leaf = name.rsplit("/", 1)[-1]
+    if leaf in ("token_embedding", "output"):
+        return shape
+    if leaf in HEADS:
+        return math.prod(shape[1:]), shape[0]
+    if leaf == "attention_output":
+        return shape[-1], math.prod(shape[:-1])
+    return *shape[:-2], shape[-1], shape[-2]
 
 
 def expected_tensors(config: DecoderConfig) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -12,7 +12,7 @@ sys.path.append(str(pathlib.Path(__file__).parent))
 sys.path.append(str(pathlib.Path(__file__).parent.parent / "tfkv"))
 
 import tiny_model
-from tiny_artifacts import ENGINES, Caller, write
+from tiny_artifacts import ENGINES, Caller, loaded_when_asked, write
 
 from tfkv.export import LoadedArtifact
 
@@ -34,15 +34,8 @@ def exported(tmp_path_factory) -> dict[str, pathlib.Path]:
 def loaded(exported) -> Iterator[dict[str, LoadedArtifact]]:
     """Artifacts by name of `ENGINES`, loaded when first asked for."""
 
-    class Loads(dict):
-        def __missing__(self, name: str) -> LoadedArtifact:
-            self[name] = LoadedArtifact(exported[name])
-            return self[name]
-
-    loads = Loads()
-    yield loads
-    for artifact in loads.values():
-        artifact.__exit__()
+    with loaded_when_asked(exported.__getitem__) as loads:
+        yield loads
 
 
 @pytest.fixture

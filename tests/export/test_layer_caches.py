@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import pathlib
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import tiny_model
 from test_snapshot import dump, load
-from tiny_artifacts import PLAIN, Caller, feed, write
+from tiny_artifacts import PLAIN, Caller, feed, loaded_when_asked, write
 
 from tfkv.causal_lm import CausalLM
 from tfkv.config import EngineConfig
@@ -45,16 +46,11 @@ ENGINES = {"rings": RINGS, "codes": CODES, "stream": STREAM}
 def artifacts(tmp_path_factory) -> Iterator[dict[str, LoadedArtifact]]:
     """By name of `ENGINES`, exported when first asked for."""
 
-    class Loads(dict):
-        def __missing__(self, name: str) -> LoadedArtifact:
-            written = write(SOURCE, tmp_path_factory.mktemp(name), ENGINES[name])
-            self[name] = LoadedArtifact(written)
-            return self[name]
+    def written(name: str) -> pathlib.Path:
+        return write(SOURCE, tmp_path_factory.mktemp(name), ENGINES[name])
 
-    loaded = Loads()
-    yield loaded
-    for artifact in loaded.values():
-        artifact.__exit__()
+    with loaded_when_asked(written) as loaded:
+        yield loaded
 
 
 @pytest.fixture

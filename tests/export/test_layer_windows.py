@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import pathlib
 import time
 from collections.abc import Iterator, Sequence
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import tiny_model
 from test_snapshot import dump, load, restore, snapshot
-from tiny_artifacts import PLAIN, Caller, feed
+from tiny_artifacts import PLAIN, Caller, feed, loaded_when_asked
 from tiny_model import everything, log_softmax, sliding_pages, window
 
 from tfkv.architecture import Attention
@@ -65,16 +66,11 @@ ENGINES = {"mix": MIX, "compiled": changed(xla=True, batch_sizes=(4,))}
 def artifacts(tmp_path_factory) -> Iterator[dict[str, LoadedArtifact]]:
     """By name of `ENGINES`, exported when first asked for."""
 
-    class Loads(dict):
-        def __missing__(self, name: str) -> LoadedArtifact:
-            written = export(SOURCE, tmp_path_factory.mktemp(name), ENGINES[name])
-            self[name] = LoadedArtifact(written)
-            return self[name]
+    def written(name: str) -> pathlib.Path:
+        return export(SOURCE, tmp_path_factory.mktemp(name), ENGINES[name])
 
-    loaded = Loads()
-    yield loaded
-    for artifact in loaded.values():
-        artifact.__exit__()
+    with loaded_when_asked(written) as loaded:
+        yield loaded
 
 
 @pytest.fixture

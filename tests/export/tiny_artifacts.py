@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from unittest import mock
 
 import numpy as np
@@ -152,6 +153,23 @@ def write(source: ModelSource, directory: pathlib.Path, engine: EngineConfig) ->
     comparison takes longer than the export."""
     with mock.patch.object(exporter, "verify"):
         return export(source, directory, engine)
+
+
+@contextlib.contextmanager
+def loaded_when_asked(
+    written: Callable[[str], pathlib.Path],
+) -> Iterator[dict[str, LoadedArtifact]]:
+    """Artifacts by name, loaded from their version directory when first asked for."""
+
+    class Loads(dict):
+        def __missing__(self, name: str) -> LoadedArtifact:
+            self[name] = LoadedArtifact(written(name))
+            return self[name]
+
+    loads = Loads()
+    yield loads
+    for artifact in loads.values():
+        artifact.__exit__()
 
 
 class Caller:
