@@ -8,7 +8,8 @@ import tiny_model
 from tfkv.config import DecoderConfig
 from tfkv.export import LoraAdapter
 from tfkv.export.importers import expected_tensors
-from tfkv.export.lora_adapter import TARGETS, matrix_shape
+from tfkv.export.importers.source import matrix_shape
+from tfkv.export.lora_adapter import TARGETS
 
 _HEADED = ("query", "key", "value")
 
@@ -34,7 +35,7 @@ def make_adapter(
     for name, shape in expected_tensors(config):
         target = name.rpartition("/")[2]
         if name.startswith("layers/") and target in targets:
-            width, out = matrix_shape(name, shape)
+            out, width = matrix_shape(name, shape)
             parts = shape[1] if by_head and target in _HEADED else 1
             a = draw.normal(size=(width, parts, rank)) / np.sqrt(width)
             b = draw.normal(size=(rank, out // parts)) / np.sqrt(rank)
