@@ -22,7 +22,8 @@ if TYPE_CHECKING:
         RefusedError,
         SessionError,
     )
-    from tfkv.serving.generation import Generation, Result, Sampling
+    from tfkv.serving.generation import Arrival, Generation, Result, Sampling
+    from tfkv.serving.load import Load, LoadReport, run_load
     from tfkv.serving.offload import OffloadTier
     from tfkv.serving.retry import Retry
     from tfkv.serving.saved_session import SavedSession
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from tfkv.serving.text import Detokenizer, Tokenizer
 
 _HOMES = {
+    "Arrival": "generation",
     "Candidate": "candidate",
     "ChatTemplate": ".chat_template",
     "Client": "client",
@@ -38,6 +40,8 @@ _HOMES = {
     "Detokenizer": "text",
     "Generation": "generation",
     "InputError": "failures",
+    "Load": "load",
+    "LoadReport": "load",
     "NotFoundError": "failures",
     "OffloadTier": "offload",
     "RefusedError": "failures",
@@ -52,9 +56,11 @@ _HOMES = {
     "Tokenizer": "text",
     "VersionStatus": "client",
     "beam_search": "beam",
+    "run_load": "load",
 }
 
 __all__ = [
+    "Arrival",
     "Candidate",
     "ChatTemplate",
     "Client",
@@ -62,6 +68,8 @@ __all__ = [
     "Detokenizer",
     "Generation",
     "InputError",
+    "Load",
+    "LoadReport",
     "NotFoundError",
     "OffloadTier",
     "RefusedError",
@@ -76,6 +84,7 @@ __all__ = [
     "Tokenizer",
     "VersionStatus",
     "beam_search",
+    "run_load",
 ]
 
 

@@ -66,6 +66,19 @@ class Chunk:
 
 
 @dataclasses.dataclass(frozen=True)
+class Arrival:
+    """A reply with sampled tokens.
+
+    Args:
+        seconds: From the first request of the generation to this reply.
+        tokens: Sampled tokens that it brought.
+    """
+
+    seconds: float
+    tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Result:
     """What a generation came to.
 
@@ -135,8 +148,7 @@ class Generation(Iterator[Any]):
         self._text: list[str] = []
         self._finish = Finish.NONE
         self._started: float | None = None
-        self._times: list[float] = []
-        self._first_tokens = 0
+        self._arrivals: list[Arrival] = []
         self._ready: collections.deque[Any] = collections.deque()
         self.completed = False
 
@@ -164,7 +176,7 @@ class Generation(Iterator[Any]):
     @property
     def result(self) -> Result:
         """What was sampled so far, or altogether."""
-        started = self._started or 0.0
+        times = [arrival.seconds for arrival in self._arrivals] or [0.0]
         return Result(
             tokens=list(self._tokens),
             text=None if self._detokenizer is None else "".join(self._text),
@@ -172,10 +184,15 @@ class Generation(Iterator[Any]):
             finish=self._finish,
             seed=self._seed,
             prompt_tokens=self._prompt_tokens,
-            time_to_first_token=self._times[0] - started if self._times else 0.0,
-            seconds=self._times[-1] - started if self._times else 0.0,
-            first_tokens=self._first_tokens,
+            time_to_first_token=times[0],
+            seconds=times[-1],
+            first_tokens=self._arrivals[0].tokens if self._arrivals else 0,
         )
+
+    @property
+    def arrivals(self) -> list[Arrival]:
+        """When sampled tokens came, so far."""
+        return list(self._arrivals)
 
     @property
     def text(self) -> str | None:
@@ -196,8 +213,8 @@ class Generation(Iterator[Any]):
             self._end()
             raise
         if chunk.tokens:
-            self._times.append(time.monotonic())
-            self._first_tokens = self._first_tokens or len(chunk.tokens)
+            passed = time.monotonic() - self._started
+            self._arrivals.append(Arrival(passed, len(chunk.tokens)))
         self._tokens += chunk.tokens
         self._logprobs += chunk.logprobs
         self._finish = chunk.finish

@@ -742,6 +742,50 @@ def verify(
 
 
 @app.command()
+def bench(
+    target: Target = "127.0.0.1:8500",
+    model: Model = "tfkv",
+    artifact: Artifact = None,
+    requests: Annotated[int, typer.Option(min=1, help="Sessions in all.")] = 32,
+    concurrency: Annotated[
+        int, typer.Option(min=1, help="Sessions at a time, in a closed loop.")
+    ] = 8,
+    rate: Annotated[
+        float, typer.Option(min=0, help="Sessions a second that begin; 0 = a closed loop.")
+    ] = 0.0,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a turn's prompt.")] = 128,
+    shared_tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens before it, the same in all sessions.")
+    ] = 0,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens sampled in a turn.")] = 64,
+    turns: Annotated[int, typer.Option(min=1, help="Turns of a session.")] = 1,
+    seed: Annotated[int, typer.Option(help="Of prompts and times.")] = 0,
+    timeout: Timeout = 120.0,
+    as_json: AsJson = False,
+) -> None:
+    """Puts a load on a server: latencies, throughput, errors.
+
+    Without --rate so many sessions are kept busy (closed loop); with it sessions begin at random
+    times whatever the server does (open loop), and wait from when they were due. The exit code
+    is 2 where a session failed.
+    """
+    from tfkv.serving import Load, run_load
+
+    load = Load(requests, concurrency, rate, prompt_tokens, shared_tokens, new_tokens, turns, seed)
+    with _client(target, model, artifact, timeout) as client, terminal.Steps() as steps:
+        client.stats()  # An error of all sessions is one error.
+        report = run_load(client, load, steps)
+    if as_json:
+        typer.echo(json.dumps(report.to_dict(), indent=1))
+    else:
+        terminal.output().print(terminal.load_table(report))
+    for message, count in report.errors.items():
+        terminal.notes().print(f"{count} sessions failed: {message}", style="red", soft_wrap=True)
+    if report.errors:
+        raise typer.Exit(2)
+
+
+@app.command()
 def stats(
     target: Target = "127.0.0.1:8500",
     model: Model = "tfkv",

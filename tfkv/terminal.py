@@ -32,6 +32,7 @@ _STAGES = {
     "continuations": "Continuing it",
     "tasks": "Asking",
     "answers": "Answering",
+    "sessions": "Sessions",
 }
 
 #: Characters of a prompt in a table, which fits a terminal of 80 then.
@@ -168,6 +169,22 @@ def speed(result: Any) -> str:
         parts.append(f"{result.tokens_per_second:.1f} tokens/s")
     parts.append(f"finish: {result.finish.name.lower()}")
     return ", ".join(parts)
+
+
+def load_table(report: Any) -> Table:
+    """What `tfkv bench` shows of a `tfkv.serving.LoadReport`: latencies, rates above them."""
+    title = (
+        f"{len(report.turns)} turns in {report.seconds:.1f} s: "
+        f"{report.tokens_per_second:.1f} tokens/s, "
+        f"{len(report.turns) / report.seconds:.2f} turns/s"
+    )
+    latencies = report.latencies()
+    table = Table("ms", title=title, title_justify="left", title_style="", box=None)
+    for name in next(iter(latencies.values()), {}):
+        table.add_column(name, justify="right")
+    for name, values in latencies.items():
+        table.add_row(name, *(f"{value:.1f}" for value in values.values()))
+    return table
 
 
 def cache_bytes(manifest: Manifest, position: int) -> tuple[int, int]:
