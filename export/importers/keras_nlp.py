@@ -13,6 +13,7 @@ from tfkv.export.importers.bpe import BpeVocabulary
 from tfkv.export.importers.families import Family, family_of
 from tfkv.export.importers.families.llama import LLAMA
 from tfkv.export.importers.families.parity import check_parity
+from tfkv.export.importers.sentence_piece import SentencePieceVocabulary
 from tfkv.export.importers.source import ModelSource, expected_tensors
 
 if TYPE_CHECKING:
@@ -41,8 +42,9 @@ def from_keras_nlp(
     text is cut into words as in Llama 3 and GPT-2 respectively, as the weights were trained.
     (keras-nlp 0.32 itself cuts like GPT-2 in ``tf.data`` and, called eagerly, not at all,
     since it passes its pattern to ``tokenizers`` as a literal string; ids of numbers and
-    newlines can differ from these.) The SentencePiece ``LlamaTokenizer`` and other classes
-    give ``tokenizer_json=None``; set it with ``dataclasses.replace``.
+    newlines can differ from these.) Tokenizers of SentencePiece, of Llama, Mistral, Gemma,
+    Phi-3 and Mixtral, come along as well. Another class gives ``tokenizer_json=None``; set it
+    with ``dataclasses.replace``.
 
     Args:
         model: A backbone or a causal LM of one of the families.
@@ -218,10 +220,16 @@ def _to_numpy(name: str, layer: Any, key: str) -> np.ndarray:
     return np.array(value, dtype=np.float32, order="C")
 
 
-def _vocabulary(preprocessor: Any) -> BpeVocabulary | None:
+def _vocabulary(preprocessor: Any) -> BpeVocabulary | SentencePieceVocabulary | None:
     from keras_hub import tokenizers
 
     tokenizer = preprocessor.tokenizer
+    adds_start = getattr(preprocessor, "add_start_token", False)
+    bos = getattr(tokenizer, "start_token", None) if adds_start else None
+    if isinstance(tokenizer, tokenizers.SentencePieceTokenizer):
+        if tokenizer.proto is None:
+            return None
+        return SentencePieceVocabulary.from_proto(tokenizer.proto, bos)
     names = ("BytePairTokenizer", "GPT2Tokenizer", "OPTTokenizer", "GPTNeoXTokenizer")
     cuts = {getattr(tokenizers, name): "gpt-2" for name in names}
     cuts[tokenizers.Llama3Tokenizer] = "llama-bpe"
@@ -229,7 +237,6 @@ def _vocabulary(preprocessor: Any) -> BpeVocabulary | None:
     if cut is None or tokenizer.vocabulary is None:
         return None
     lines = [line.split(" ") for line in tokenizer.merges if "#version:" not in line]
-    adds_start = getattr(preprocessor, "add_start_token", False)
     return BpeVocabulary(
         tokens=dict(tokenizer.vocabulary),
         merges=[(left, right) for left, right in lines],
@@ -237,7 +244,7 @@ def _vocabulary(preprocessor: Any) -> BpeVocabulary | None:
         pre_tokenizer=cut,
         add_prefix_space=tokenizer.add_prefix_space,
         ignore_merges=cut == "llama-bpe",
-        bos=getattr(tokenizer, "start_token", None) if adds_start else None,
+        bos=bos,
     )
 
 

@@ -1,13 +1,16 @@
 import dataclasses
+import io
 import json
 
 import keras
 import keras_hub
 import numpy as np
 import pytest
+import sentencepiece
 import tensorflow as tf
 import tokenizers
 
+from tfkv import sample_text
 from tfkv.errors import ModelSourceError
 from tfkv.export.importers import load
 from tfkv.export.importers.keras_nlp import from_keras_nlp, to_keras_nlp
@@ -247,6 +250,53 @@ def test_tokenizers_that_cut_as_gpt2_come_along(name, special):
         found = converted.encode(text, add_special_tokens=False).ids
         assert found == list(in_graph(text)), text
     assert source.stop_tokens == (words.index(special[-1]),)
+
+
+def sentence_piece(bos: str, eos: str) -> bytes:
+    """A model of SentencePiece with the control tokens that a tokenizer class asks for."""
+    written = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(sample_text.language_reference()[:20_000].split("\n")),
+        model_writer=written,
+        vocab_size=420,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        pad_id=3,
+        pad_piece="<pad>",
+        bos_piece=bos,
+        eos_piece=eos,
+        minloglevel=2,
+        num_threads=1,
+    )
+    return written.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("family", "bos", "eos"),
+    [
+        ("Llama", "<s>", "</s>"),
+        ("Mistral", "<s>", "</s>"),
+        ("Phi3", "<s>", "<|endoftext|>"),
+        ("Gemma", "<bos>", "<eos>"),
+    ],
+)
+def test_tokenizers_of_sentencepiece_come_along(family, bos, eos):
+    tokenizer = getattr(keras_hub.tokenizers, f"{family}Tokenizer")(sentence_piece(bos, eos))
+    preprocessor = keras_hub.models.LlamaCausalLMPreprocessor(tokenizer, add_end_token=False)
+    model = keras_hub.models.LlamaCausalLM(backbone(vocabulary_size=420), preprocessor)
+    source = from_keras_nlp(model)
+    converted = tokenizers.Tokenizer.from_str(source.tokenizer_json)
+    for text in ("The value of x", "  two  spaces", "naïve 漢字 123"):
+        found = converted.encode(text, add_special_tokens=False).ids
+        assert found == list(tokenizer(text)), text
+        assert converted.decode(found) == tokenizer.detokenize(found), text
+        packed, _, _ = preprocessor([text], sequence_length=64)
+        ids = np.asarray(packed["token_ids"])[np.asarray(packed["padding_mask"]).astype(bool)]
+        assert converted.encode(text).ids == ids.tolist()
+    assert source.stop_tokens == (tokenizer.end_token_id,)
+    assert source.special_tokens["bos"] == bos
 
 
 @pytest.mark.parametrize("add_start_token", [True, False])
