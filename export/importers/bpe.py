@@ -17,7 +17,9 @@ _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-PRE_TOKENIZERS = ("smollm", "gpt-2", "llama-bpe")
+# The same with each digit by itself: https://huggingface.co/Qwen/Qwen2.5-0.5B (tokenizer.json).
+_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+PRE_TOKENIZERS = ("smollm", "gpt-2", "llama-bpe", "qwen2")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +55,7 @@ class BpeVocabulary:
                 is not in the vocabulary.
         """
         import tokenizers
-        from tokenizers import decoders, models, processors
+        from tokenizers import decoders, models, normalizers, processors
 
         tokenizer = tokenizers.Tokenizer(models.BPE(ignore_merges=self.ignore_merges))
         try:
@@ -67,6 +69,8 @@ class BpeVocabulary:
                 f"The BPE vocabulary is inconsistent: {error}. Expected that both parts and the "
                 "result of every merge are tokens."
             ) from error
+        if self.pre_tokenizer == "qwen2":
+            tokenizer.normalizer = normalizers.NFC()
         tokenizer.pre_tokenizer = self._pre_tokenizer()
         tokenizer.decoder = decoders.ByteLevel()
         tokenizer.add_special_tokens(list(self.special))
@@ -90,10 +94,11 @@ class BpeVocabulary:
             )
         if self.pre_tokenizer == "gpt-2":
             return ByteLevel(add_prefix_space=space, use_regex=True)
-        if self.pre_tokenizer == "llama-bpe":
+        splits = {"llama-bpe": _LLAMA3_SPLIT, "qwen2": _QWEN2_SPLIT}
+        if self.pre_tokenizer in splits:
             return Sequence(
                 [
-                    Split(Regex(_LLAMA3_SPLIT), behavior="isolated"),
+                    Split(Regex(splits[self.pre_tokenizer]), behavior="isolated"),
                     ByteLevel(add_prefix_space=space, use_regex=False),
                 ]
             )

@@ -21,6 +21,7 @@ def build(**changes) -> tokenizers.Tokenizer:
         ("smollm", ["ab", "Ġa", "Ġ", "1", "2", "3"]),
         ("gpt-2", ["ab", "Ġa", "Ġ", "123"]),
         ("llama-bpe", ["ab", "Ġa", "Ġ", "123"]),
+        ("qwen2", ["ab", "Ġa", "Ġ", "1", "2", "3"]),
     ],
 )
 def test_digits_are_cut_as_the_pre_tokenizer_says(pre_tokenizer, pieces):
@@ -31,6 +32,12 @@ def test_llama3_cuts_long_numbers_in_threes_and_newlines_with_punctuation():
     tokenizer = build(pre_tokenizer="llama-bpe")
     words = tokenizer.pre_tokenizer.pre_tokenize_str("1234567.\n\nA B")
     assert [word for word, _ in words] == ["123", "456", "7", ".ĊĊ", "A", "ĠB"]
+
+
+def test_qwen2_takes_letters_that_are_written_in_two_ways_for_one():
+    tokenizer = build(pre_tokenizer="qwen2")
+    assert tokenizer.normalizer.normalize_str("e\u0301") == "\xe9"
+    assert build().normalizer is None
 
 
 def test_special_and_added_tokens_are_single_ids():
@@ -54,8 +61,8 @@ def test_a_word_that_is_a_token_is_taken_whole_only_if_merges_are_ignored():
 
 
 def test_an_unknown_pre_tokenizer_is_refused():
-    with pytest.raises(ModelSourceError, match=r"'qwen2'.*smollm, gpt-2, llama-bpe"):
-        build(pre_tokenizer="qwen2")
+    with pytest.raises(ModelSourceError, match=r"'tekken'.*smollm, gpt-2, llama-bpe, qwen2"):
+        build(pre_tokenizer="tekken")
 
 
 def test_a_merge_of_an_unknown_token_is_refused():

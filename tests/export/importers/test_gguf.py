@@ -145,8 +145,8 @@ def test_half_precision_is_widened(write_gguf, gguf_metadata, gguf_tensors):
 
 
 def test_another_architecture_is_refused(write_gguf, gguf_metadata, gguf_tensors):
-    with pytest.raises(ModelSourceError, match="'qwen2'.*Supported: 'llama'"):
-        from_gguf(write_gguf(gguf_metadata, gguf_tensors, architecture="qwen2"))
+    with pytest.raises(ModelSourceError, match="'bert'.*Supported: llama, qwen2"):
+        from_gguf(write_gguf(gguf_metadata, gguf_tensors, architecture="bert"))
 
 
 def test_a_missing_tensor_is_named(write_gguf, gguf_metadata, gguf_tensors):
@@ -295,7 +295,9 @@ def test_a_vocabulary_becomes_a_tokenizer(write_gguf, gguf_metadata, gguf_tensor
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tokenizer.ggml.model": "llama"}, "kind 'llama'.*byte-level BPE"),
+        ({"tokenizer.ggml.model": "bert"}, "kind 'bert'.*byte-level BPE.*SentencePiece"),
+        ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.scores"),
+        ({"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [0.0]}, "11 tokens, 1 scores"),
         ({"tokenizer.ggml.pre": "deepseek-llm"}, "'deepseek-llm' is not supported"),
         ({"tokenizer.ggml.merges": ["ab"]}, "malformed BPE merge.*'ab'"),
         ({"tokenizer.ggml.merges": ["a z"]}, "inconsistent"),
