@@ -13,6 +13,7 @@ _INSTRUCTION = re.compile(
 )
 _OPERANDS = re.compile(r"\((?P<names>%[\w.\-]+(, %[\w.\-]+)*)\)")
 _CALLS = re.compile(r"\bcalls=%?([\w.\-]+)")
+_BODIES = re.compile(r"\bbody=%?([\w.\-]+)")
 _MOVES = ("copy", "transpose")
 
 
@@ -140,6 +141,26 @@ def reshaped_operands(hlo_text: str, elements: int = 1) -> list[Instruction]:
     ]
 
 
-def fusions(hlo_text: str) -> int:
-    """Fusions that are run as such, in all computations."""
-    return sum(item.op == "fusion" for item in instructions(hlo_text))
+def fusions_a_layer(hlo_text: str, elements: int) -> int:
+    """Fusions that each turn of the loop over layers runs, those of loops inside it not counted.
+
+    Args:
+        hlo_text: Optimised HLO, as text.
+        elements: Of a product that only this loop computes, within a fusion or not.
+
+    Raises:
+        ValueError: No loop computes such a product, or several do.
+    """
+    bodies = set(_BODIES.findall(hlo_text))
+    inside: dict[str, list[Instruction]] = {}
+    for item in instructions(hlo_text):
+        inside.setdefault(item.computation, []).append(item)
+
+    def computes(item: Instruction) -> bool:
+        products = inside.get(item.calls, []) if item.calls else [item]
+        return any(one.op == "dot" and one.elements == elements for one in products)
+
+    found = [body for body in bodies if any(map(computes, inside.get(body, [])))]
+    if len(found) != 1:
+        raise ValueError(f"{len(found)} loops compute a product of {elements} numbers, not one.")
+    return sum(item.op == "fusion" for item in inside[found[0]])

@@ -13,7 +13,8 @@ MODULES = {
     "path": ("benchmarks.path",),
     "engine": ("benchmarks.engine",),
     "caches": ("benchmarks.caches", "benchmarks.eviction"),
-    "keras": ("benchmarks.families", "benchmarks.notebooks"),
+    "keras": ("benchmarks.families", "benchmarks.fine_tuning", "benchmarks.notebooks"),
+    "fast": ("benchmarks.fusions",),
 }
 
 #: Called with a line about what is being done.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -36,9 +38,19 @@ def model() -> ModelSource:
 
 def encode(text: str) -> list[int]:
     """Token ids of a text."""
+    return list(_tokenizer().encode(text).ids)
+
+
+def decode(tokens: Sequence[int]) -> str:
+    """The text of token ids."""
+    return str(_tokenizer().decode(list(tokens)))
+
+
+@functools.cache
+def _tokenizer() -> Any:
     from tokenizers import Tokenizer
 
-    return list(Tokenizer.from_str(model().tokenizer_json or "").encode(text).ids)
+    return Tokenizer.from_str(model().tokenizer_json or "")
 
 
 @functools.cache

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
-from benchmarks.hlo import fusions, instructions, large_copies, reshaped_operands
+import pytest
+
+from benchmarks.hlo import fusions_a_layer, instructions, large_copies, reshaped_operands
 
 HLO = """\
 HloModule a_module, entry_computation_layout={(f32[2,64,8]{2,1,0})->f32[64,2,8]{2,1,0}}
@@ -57,10 +59,6 @@ def test_instructions_know_dtype_and_shape() -> None:
     assert "tuple.1" not in by_name
 
 
-def test_fusions() -> None:
-    assert fusions(HLO) == 2
-
-
 PRODUCTS = """\
 %reshaped (param_0.1: f32[4,8,8], param_1.1: f32[1,2,4]) -> f32[8] {
   %param_1.1 = f32[1,2,4]{2,1,0} parameter(1)
@@ -90,3 +88,41 @@ def test_only_a_product_that_reads_through_another_shape_is_found() -> None:
     assert [item.name for item in reshaped_operands(PRODUCTS)] == ["dot.1"]
     assert [item.name for item in reshaped_operands(PRODUCTS, 64)] == ["dot.1"]
     assert reshaped_operands(PRODUCTS, 65) == []
+
+
+LOOP = """\
+%multiplied (param_0: f32[8,4], param_1: f32[4]) -> f32[8] {
+  %param_0 = f32[8,4]{1,0} parameter(0)
+  %param_1 = f32[4]{0} parameter(1)
+  ROOT %dot.1 = f32[8]{0} dot(%param_1, %param_0), lhs_contracting_dims={0}
+}
+
+%inner (arg: f32[4]) -> f32[4] {
+  %arg = f32[4]{0} parameter(0)
+  ROOT %step = f32[4]{0} fusion(%arg), kind=kLoop, calls=%some
+}
+
+%outer (arg.1: f32[4]) -> f32[4] {
+  %arg.1 = f32[4]{0} parameter(0)
+  %wide = f32[8]{0} fusion(%weights, %arg.1), kind=kLoop, calls=%multiplied
+  %scan = f32[4]{0} while(%arg.1), condition=%c1, body=%inner
+  %narrow = f32[4]{0} dot(%wide, %more), lhs_contracting_dims={0}
+  ROOT %normal = f32[4]{0} fusion(%narrow), kind=kLoop, calls=%some
+}
+
+ENTRY %main (p: f32[4]) -> f32[4] {
+  %p = f32[4]{0} parameter(0)
+  %before = f32[4]{0} fusion(%p), kind=kLoop, calls=%some
+  ROOT %layers = f32[4]{0} while(%before), condition=%c2, body=%outer
+}
+"""
+
+
+def test_fusions_of_a_layer_are_those_of_its_own_loop() -> None:
+    assert fusions_a_layer(LOOP, 8) == 2
+    assert fusions_a_layer(LOOP, 4) == 2
+
+
+def test_a_loop_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(ValueError, match="0 loops compute a product of 16"):
+        fusions_a_layer(LOOP, 16)

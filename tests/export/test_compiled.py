@@ -207,6 +207,20 @@ def test_no_product_of_a_decode_step_reads_its_input_through_another_shape(hlo):
     assert not hlo.reshaped_operands(text, config.hidden_dim**2)  # the smallest weight matrix
 
 
+#: Fusions that a layer of a decode step ran when this was written. The bound may only go down:
+#: each fusion costs a microsecond or so in every layer of every step.
+_MOST_FUSIONS = 41
+
+
+def test_a_layer_of_a_decode_step_runs_no_more_fusions_than_it_did(hlo):
+    config = dataclasses.replace(CONFIG, num_layers=4)
+    settings = EngineConfig(slots=2, cache="int8", weights="int8")
+    engine = Engine(config, tiny_model.make_weights(config), settings)
+    # One row's gate and up; a prefill multiplies a piece of a prompt.
+    wide = 2 * config.intermediate_dim
+    assert hlo.fusions_a_layer(_optimized(engine, 1), wide) <= _MOST_FUSIONS
+
+
 def _optimized(engine: Engine, rows: int) -> str:
     """Optimised HLO of the whole computation."""
     return engine.compute.experimental_get_compiler_ir(*_call(engine, rows))(stage="optimized_hlo")
