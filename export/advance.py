@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tensorflow as tf
 
@@ -10,7 +10,8 @@ from tfkv import samplers
 from tfkv.config import EngineConfig
 from tfkv.errors import Finish, Status
 from tfkv.export.adapter_table import AdapterTable
-from tfkv.export.decoder import Fresh, PackedDecoder, Reading, Tables
+from tfkv.export.decode_loop import DecodeLoop, Sampled
+from tfkv.export.decoder import Fresh, PackedDecoder, Reading, Tables, placed
 from tfkv.export.exact_tail import Tails
 from tfkv.export.history import History
 from tfkv.export.kept_tokens import Evicted
@@ -19,28 +20,11 @@ from tfkv.export.packed_blocks import Weights
 from tfkv.export.page_pool import Parts
 from tfkv.export.page_tables import Found, PageTables
 from tfkv.export.plan import Plan, PrefillBudget, Remembered, make_plan
+from tfkv.export.prompt_lookup import PromptLookup
 from tfkv.export.replay import Replay, TokensAt
 from tfkv.export.rows import NO_LOGPROB, SAMPLED, STOPPED, Admission, Answer, Request
 from tfkv.layers.attention import Partial
 from tfkv.layers.shapes import keep_shape, shape_of
-
-
-class Sampled(NamedTuple):
-    """What a decode loop made, each ``[B, ...]``.
-
-    Attributes:
-        tokens: int32 ``[B, N]``, −1 after the last.
-        logprobs: float32 ``[B, N]``.
-        fed: int32, tokens whose keys were made.
-        logits: float32 ``[B, V]`` of the last step.
-        stopped: bool.
-    """
-
-    tokens: tf.Tensor
-    logprobs: tf.Tensor
-    fed: tf.Tensor
-    logits: tf.Tensor
-    stopped: tf.Tensor
 
 
 class Work(NamedTuple):
@@ -51,22 +35,13 @@ class Work(NamedTuple):
         found: Which pages were looked for in the prefix index.
         reused: int32 ``[B]``, tokens whose keys were found there.
         evicted: int32, cached pages that had to go.
+        made: What was sampled.
     """
 
     plan: Plan
     found: Found
     reused: tf.Tensor
     evicted: tf.Tensor
-
-
-class _Loop(NamedTuple):
-    """State of the decode loop; one structure in, one out. What is fresh the model knows."""
-
-    step: tf.Tensor
-    token: tf.Tensor
-    alive: tf.Tensor
-    fresh: Any
-    seen: tf.Tensor
     made: Sampled
 
 
@@ -104,6 +79,8 @@ class Advance:
         self.adapters = adapters
         self.engine = engine
         self.prefill_piece = prefill_piece
+        lookup = PromptLookup.parse(engine.speculation)
+        self._loop = DecodeLoop(history, engine.decode_chunk, self.vocabulary_size, lookup)
 
     def __call__(self, request: Request, admission: Admission) -> tuple[Answer, Work]:
         """Answers a batch; see `Request`, `Admission` and `Answer`."""
@@ -149,7 +126,8 @@ class Advance:
         self.tables.assign(
             self.tables.settle(grant, filled, slot, admission.tenant, said, tails.floor)
         )
-        return answer, Work(plan, found, tf.where(works, found.filled - before, 0), grant.evicted)
+        reused = tf.where(works, found.filled - before, 0)
+        return answer, Work(plan, found, reused, grant.evicted, made)
 
     @staticmethod
     def _works(plan: Plan, admission: Admission) -> tf.Tensor:
@@ -250,106 +228,31 @@ class Advance:
         parts, floor = decoder.make_room(weights, parts, asks, plan.steps, reads_on=False)
         tails = tails._replace(floor=floor)
         scans = decoder.scan(tables, start, floor, busy)
-        params = samplers.SamplingParams(*(getattr(request, f) for f in _SAMPLING_FIELDS))
         columns = tf.range(chunk)
 
-        def body(loop: _Loop) -> tuple[_Loop]:
-            at = start + loop.step
-            queries_at = tf.where(loop.alive, at, -1)[:, tf.newaxis]
-            keys_at = tf.where(columns <= loop.step, start[:, tf.newaxis] + columns, -1)
-            looks = decoder.looks(queries_at, keys_at)
-            here = (columns == loop.step)[:, tf.newaxis]
-            reading = Reading(parts, queries_at, scans, tails, alone=True)
+        def feed(fresh: Fresh, tokens: tf.Tensor, at: tf.Tensor) -> tuple[tf.Tensor, Fresh]:
+            alone = tokens.shape[1] == 1
+            first = at[:, :1]
+            place = tf.where(first >= 0, columns - (first - start[:, tf.newaxis]), -1)
+            last = tf.reduce_max(at, axis=1, keepdims=True)
+            keys_at = start[:, tf.newaxis] + columns
+            looks = decoder.looks(at, tf.where(keys_at <= last, keys_at, -1))
+            reading = Reading(parts, at, scans, tails, alone)
 
             def attend(layer: Layer, q: tf.Tensor, k: tf.Tensor, v: tf.Tensor) -> Partial:
-                fresh = decoder.attend_step(loop.fresh, layer, (k, v), here, looks, q)
-                return decoder.attend_cache(reading, layer, q, fresh)
+                here = decoder.attend_step(fresh, layer, (k, v), place, looks, q)
+                return decoder.attend_cache(reading, layer, q, here)
 
-            x = decoder.embed(weights, loop.token[:, tf.newaxis], queries_at)
-            x, new = decoder.layers(weights, x, queries_at, attend)
-            fresh = Fresh(
-                *(tf.where(here, token, old) for token, old in zip(new, loop.fresh, strict=True))
-            )
-            logits = decoder.logits(weights, x[:, 0])
-            chosen = samplers.penalize(logits, loop.seen, request.repetition_penalty)
-            token = samplers.sample(chosen, params, tf.maximum(at + 1, 0))
-            return (self._after_step(loop, fresh, logits, token, request, plan),)
+            x = decoder.embed(weights, tf.where(at >= 0, tokens, 0), at)
+            x, new = decoder.layers(weights, x, at, attend)
+            after = Fresh(*(placed(one, old, place) for one, old in zip(new, fresh, strict=True)))
+            return decoder.logits(weights, x), after
 
-        first = tokens_at(tails.slot, start[:, tf.newaxis])[:, 0]
-        fresh = decoder.no_fresh(rows, chunk)
-        loop = self._first_step(request, plan, tails.slot, first, fresh)
-        (loop,) = tf.while_loop(lambda loop: tf.reduce_any(loop.alive), body, (loop,))
-        written = columns < loop.made.fed[:, tf.newaxis]
+        made, fresh = self._loop(request, plan, tails.slot, decoder.no_fresh(rows, chunk), feed)
+        written = columns < made.fed[:, tf.newaxis]
         places = tf.where(written, start[:, tf.newaxis] + columns, -1)
-        parts = decoder.commit(parts, loop.fresh, tables, places, plan.filled, tails)
-        tokens = tf.where(request.wants_logits[:, tf.newaxis], -1, loop.made.tokens)
-        return parts, loop.made._replace(tokens=tokens), tails
-
-    def _first_step(
-        self, request: Request, plan: Plan, slot: tf.Tensor, first: tf.Tensor, fresh: Any
-    ) -> _Loop:
-        """The loop's state before a token was sampled; rows with steps to do feed ``first [B]``."""
-        rows, busy = shape_of(request.length)[0], plan.steps > 0
-        nothing = Sampled(
-            tf.fill([rows, self.engine.decode_chunk], -1),
-            tf.zeros([rows, self.engine.decode_chunk]),
-            tf.zeros([rows], tf.int32),
-            tf.zeros([rows, self.vocabulary_size]),
-            tf.zeros([rows], tf.bool),
-        )
-        token = tf.where(busy, first, 0)
-        seen = self._seen(request, plan, slot)
-        return _Loop(tf.constant(0), token, busy, fresh, seen, nothing)
-
-    @staticmethod
-    def _after_step(
-        loop: _Loop,
-        fresh: Any,
-        logits: tf.Tensor,
-        token: tf.Tensor,
-        request: Request,
-        plan: Plan,
-    ) -> _Loop:
-        """The loop's state after a token was sampled for each row that is alive."""
-        made = loop.made
-        columns = tf.range(made.tokens.shape[1])
-        here = (columns == loop.step) & loop.alive[:, tf.newaxis]
-        logprob = samplers.log_probability(logits, token)[:, tf.newaxis]
-        stopped = tf.reduce_any(token[:, tf.newaxis] == request.stop_tokens, axis=1) & loop.alive
-        rows = tf.range(shape_of(made.tokens)[0])
-        where = tf.stack([rows, token], axis=1)
-        state = _Loop(
-            loop.step + 1,
-            token,
-            loop.alive & ~stopped & (loop.step + 1 < plan.steps),
-            fresh,
-            tf.tensor_scatter_nd_update(loop.seen, where, tf.ones_like(rows, tf.bool)),
-            Sampled(
-                tf.where(here, token[:, tf.newaxis], made.tokens),
-                tf.where(here, logprob, made.logprobs),
-                made.fed + tf.cast(loop.alive, tf.int32),
-                logits,
-                made.stopped | stopped,
-            ),
-        )
-        return tf.nest.map_structure(keep_shape, state, loop)
-
-    def _seen(self, request: Request, plan: Plan, slot: tf.Tensor) -> tf.Tensor:
-        """Tokens that the sessions hold, bool ``[B, V]``; only if a row has a penalty."""
-        rows = shape_of(request.length)[0]
-        size = self.vocabulary_size
-        none = tf.zeros([rows, size], tf.bool)
-
-        def collect() -> tf.Tensor:
-            tokens, held = self.history.tokens_of(slot, plan.held)
-            row = tf.broadcast_to(tf.range(rows)[:, tf.newaxis], tf.shape(tokens))
-            flat = tf.where(held, row * size + tokens, rows * size)
-            marks = tf.zeros([rows * size + 1], tf.bool)
-            flat = tf.reshape(flat, [-1, 1])
-            marks = tf.tensor_scatter_nd_update(marks, flat, tf.ones_like(flat[:, 0], tf.bool))
-            return tf.reshape(marks[:-1], [rows, size])
-
-        return tf.cond(tf.reduce_any(request.repetition_penalty != 1.0), collect, lambda: none)
+        parts = decoder.commit(parts, fresh, tables, places, plan.filled, tails)
+        return parts, made, tails
 
     def _answer(
         self,
@@ -427,6 +330,3 @@ class Advance:
         filled = tf.minimum(filled, held)
         self.history.publish(slot, held, filled, tf.maximum(stored.reached, held), floor)
         return filled
-
-
-_SAMPLING_FIELDS = samplers.SamplingParams._fields

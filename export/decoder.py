@@ -584,23 +584,23 @@ class PackedDecoder:
         fresh: Fresh,
         layer: Layer,
         new: tuple[tf.Tensor, tf.Tensor],
-        here: tf.Tensor,
+        place: tf.Tensor,
         looks: Sequence[Looks],
         q: tf.Tensor,
     ) -> Partial:
-        """Attention of one token over its own, and over those that went before it in `fresh`.
+        """Attention of tokens over their own, and over those that went before them in `fresh`.
 
         Args:
             fresh: Tokens of earlier steps.
             layer: Which layer.
-            new: The token's keys and values, without the layer axis, T = 1.
-            here: bool ``[T, 1]``, the token's place in `fresh`.
-            looks: From the token to all of `fresh`, of each group of layers.
+            new: The tokens' keys and values, without the layer axis.
+            place: As of `placed`.
+            looks: From the tokens to all of `fresh`, of each group of layers.
             q: Grouped queries.
         """
         keys, values = (
-            {"codes": tf.where(here, token, old[layer.number])}
-            for token, old in zip(new, fresh[:2], strict=True)
+            {"codes": placed(tokens, old[layer.number], place)}
+            for tokens, old in zip(new, fresh[:2], strict=True)
         )
         return self.attend_fresh(layer, q, keys, values, looks)
 
@@ -722,3 +722,18 @@ class PackedDecoder:
             asked = Questions(tails.slot, tables[0], tails.floor, end, first, new, fresh.queries)
             parts = self.mass.add(parts, asked)
         return parts
+
+
+def placed(new: tf.Tensor, old: tf.Tensor, place: tf.Tensor) -> tf.Tensor:
+    """``old [..., B, K, S, H]`` with tokens of ``new [..., B, K, T, H]``.
+
+    Args:
+        new: What is put in.
+        old: Where.
+        place: int32 ``[B, S]``, number of the token that comes to each place; any other number
+            where none does.
+    """
+    for token in range(new.shape[-2]):
+        here = (place == token)[:, tf.newaxis, :, tf.newaxis]
+        old = tf.where(here, new[..., token : token + 1, :], old)
+    return old

@@ -25,6 +25,7 @@ from tfkv.export.packed_weights import PackedWeights
 from tfkv.export.page_copies import PageCopies, Piece
 from tfkv.export.page_tables import PageTables
 from tfkv.export.plan import Refusal
+from tfkv.export.prompt_lookup import PromptLookup
 from tfkv.export.replay import Replay
 from tfkv.export.rows import Admission, Answer, Request
 from tfkv.export.session_table import Names, SessionTable, check_request, first_of_session
@@ -68,6 +69,9 @@ class Engine(tf.Module):
         self.config = config
         self.engine = engine
         groups = LayerGroups.of(config, engine, PREFILL_PIECE)
+        speculation = PromptLookup.parse(engine.speculation)
+        if speculation is not None:
+            speculation.check_fit(groups, engine)
         codec = _with_tables(groups.first.cache.codec, calibration)
         self._codec_tables = codec.tables  # as attributes they are saved
         self.groups = groups.with_codec(codec)

@@ -21,6 +21,7 @@ from tfkv.export.adapter_sources import load_adapters
 from tfkv.export.engine import Engine
 from tfkv.export.importers import ModelSource, load
 from tfkv.export.lora_adapter import LoraAdapter
+from tfkv.export.prompt_lookup import PromptLookup
 from tfkv.export.signatures import build_signatures
 from tfkv.export.text_signature import TextFace
 from tfkv.export.verification import verify
@@ -83,7 +84,8 @@ def export(
     config = engine or EngineConfig()
     # Refused before a model is read, and written in one way however it was asked for.
     spec = CacheSpec.parse(config.cache if cache is None else cache)
-    config = dataclasses.replace(config, cache=str(spec))
+    guesses = str(PromptLookup.parse(config.speculation) or "")
+    config = dataclasses.replace(config, cache=str(spec), speculation=guesses)
     report("import", 0, 1)
     model = load(source)
     named = load_adapters(adapters or {}, model, source)

@@ -114,7 +114,17 @@ def _positions(decoder: CachedModel | CausalLM, context_length: int | None) -> i
 def _engine_config(
     decoder: CachedModel | CausalLM, engine: EngineConfig, positions: int
 ) -> EngineConfig:
-    """The engine as it is written down: with the caches that the layers have."""
+    """The engine as it is written down: with the caches that the layers have.
+
+    Raises:
+        ConfigError: It speculates.
+    """
+    if engine.speculation:
+        raise ConfigError(
+            "A Keras model's own caches cannot take wrong guesses back, so that its artifacts do "
+            f"not speculate. Received: speculation={engine.speculation!r}. Leave it empty, or "
+            "export a CausalLM's weights with `tfkv.export.export`."
+        )
     if isinstance(decoder, CausalLM):
         names = [str(cache) for cache in decoder.caches]
     else:

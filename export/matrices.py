@@ -70,14 +70,13 @@ class Matrix:
         return tf.matmul(x, tf.cast(self.numbers, tf.float32), transpose_b=True)
 
     def _as_integers(self, codes: tf.Tensor) -> tf.Tensor:
-        """Both digits of the vectors in one product: twice the vectors cost little more."""
+        """Both digits of the vectors in one product: twice the vectors cost little more. Each row
+        of the matrix meets them all at once, so that it is fetched once."""
         high = tf.round(codes / _DIGIT)
-        digits = tf.concat([high, codes - high * _DIGIT], axis=-2)
-        added = tf.matmul(
-            tf.cast(digits, tf.int8), self.numbers, transpose_b=True, output_type=tf.int32
-        )
-        high, low = tf.split(tf.cast(added, tf.float32), 2, axis=-2)
-        return high * _DIGIT + low
+        digits = tf.cast(tf.concat([high, codes - high * _DIGIT], axis=-2), tf.int8)
+        added = tf.matmul(self.numbers, digits, transpose_b=True, output_type=tf.int32)
+        high, low = tf.split(tf.cast(added, tf.float32), 2, axis=-1)
+        return tf.linalg.matrix_transpose(high * _DIGIT + low)
 
 
 class StoredMatrix(tf.Module):

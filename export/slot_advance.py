@@ -7,9 +7,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfkv import samplers
 from tfkv.config import EngineConfig
-from tfkv.export.advance import Advance, Sampled, Work
+from tfkv.export.advance import Advance, Work
+from tfkv.export.decode_loop import DecodeLoop
 from tfkv.export.history import History
 from tfkv.export.page_tables import Found
 from tfkv.export.plan import Plan, PrefillBudget, make_plan
@@ -51,6 +51,7 @@ class SlotAdvance(Advance):
         self.geometry = geometry
         self.engine = engine
         self.prefill_piece = prefill_piece
+        self._loop = DecodeLoop(history, engine.decode_chunk, self.vocabulary_size)
 
     def __call__(self, request: Request, admission: Admission) -> tuple[Answer, Work]:
         """Answers a batch; see `Request`, `Admission` and `Answer`."""
@@ -68,14 +69,14 @@ class SlotAdvance(Advance):
         tokens_at = self.history.reader()
         state = self.slots.read(slot, admission.fresh | ~works)
         state = self._fill(plan, slot, state, tokens_at)
-        state, made = self._say(request, plan, slot, state, tokens_at)
+        made, state = self._loop(request, plan, slot, state, self._feed)
         self.slots.write(slot, state)
         none = tf.zeros_like(slot)
         scores = tf.fill(shape_of(request.tokens), NO_LOGPROB)
         answer = self._answer(request, plan, stored, made, scores)
         self._publish(plan, slot, stored, made, answer, scores, none)
         found = Found(rows=(none[:, tf.newaxis],), filled=stored.filled, looked_up=none)
-        return answer, Work(plan, found, none, tf.constant(0))
+        return answer, Work(plan, found, none, tf.constant(0), made)
 
     def _fill(self, plan: Plan, slot: tf.Tensor, state: Any, tokens_at: _TokensAt) -> Any:
         """Fills keys, a piece of all rows at a time."""
@@ -92,28 +93,7 @@ class SlotAdvance(Advance):
         most = tf.reduce_max(plan.fill)
         return tf.while_loop(lambda done, _: done < most, body, (tf.constant(0), state))[1]
 
-    def _say(
-        self, request: Request, plan: Plan, slot: tf.Tensor, state: Any, tokens_at: _TokensAt
-    ) -> tuple[Any, Sampled]:
-        """Feeds the last held token, then each sampled one."""
-        start = plan.start + plan.fill
-        params = samplers.SamplingParams(
-            *(getattr(request, name) for name in samplers.SamplingParams._fields)
-        )
-
-        def body(loop: Any) -> tuple[Any]:
-            at = start + loop.step
-            tokens, positions = (
-                tf.where(loop.alive, one, -1)[:, tf.newaxis] for one in (loop.token, at)
-            )
-            hidden, after = self.model.hidden_states(tokens, positions, loop.fresh)
-            logits = self.model.logits(hidden[:, 0])
-            chosen = samplers.penalize(logits, loop.seen, request.repetition_penalty)
-            token = samplers.sample(chosen, params, tf.maximum(at + 1, 0))
-            return (self._after_step(loop, after, logits, token, request, plan),)
-
-        first = tokens_at(slot, start[:, tf.newaxis])[:, 0]
-        loop = self._first_step(request, plan, slot, first, state)
-        (loop,) = tf.while_loop(lambda loop: tf.reduce_any(loop.alive), body, (loop,))
-        tokens = tf.where(request.wants_logits[:, tf.newaxis], -1, loop.made.tokens)
-        return loop.fresh, loop.made._replace(tokens=tokens)
+    def _feed(self, state: Any, tokens: tf.Tensor, at: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        """The logits of tokens, and the state with them in it; see `Feed`."""
+        hidden, after = self.model.hidden_states(tf.where(at >= 0, tokens, -1), at, state)
+        return self.model.logits(hidden), after

@@ -90,6 +90,8 @@ class Stats:
             "evictions": tf.cast(work.evicted, tf.int64),
             "tokens_prefilled": total(ok, plan.fill),
             "tokens_decoded": total(ok, tf.maximum(answer.count - plan.replayed, 0)),
+            "tokens_guessed": total(ok, work.made.guessed),
+            "tokens_accepted": total(ok, work.made.accepted),
             "tokens_scored": total(ok & score, answer.taken),
             "replays": total(idle & (plan.replayed > 0)),
             "sessions_opened": total(ok & admission.fresh),

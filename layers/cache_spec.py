@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from typing import Any, Self
 
 from tfkv.errors import ConfigError
 from tfkv.layers.codecs import CODECS, CacheCodec
 from tfkv.layers.codecs.table import Table
+from tfkv.layers.named_calls import NamedCall, known, lookup, read_sum
 from tfkv.layers.policies import POLICIES, CachePolicy
 
 
@@ -68,16 +67,16 @@ class CacheSpec:
         halves = _halves(str(text))
         (name, arguments), (codec, codec_arguments) = halves[0], halves[-1]
         if len(halves) == 1:
-            _lookup({**POLICIES, **CODECS}, name, "policy or codec")
+            lookup({**POLICIES, **CODECS}, name, "cache policy or codec")
             if name in CODECS:
                 name, arguments = "dense", {}
             else:
                 codec, codec_arguments = "float32", {}
-        policy_type = _lookup(POLICIES, name, "policy")
+        policy_type = lookup(POLICIES, name, "cache policy")
         fields = [field.name for field in dataclasses.fields(policy_type)]
-        policy = policy_type(**_known(arguments, name, fields))
-        plain = _lookup(CODECS, codec, "codec")
-        changed = _known(codec_arguments, plain.name, list(plain.ARGUMENTS))
+        policy = policy_type(**known(arguments, name, fields))
+        plain = lookup(CODECS, codec, "cache codec")
+        changed = known(codec_arguments, plain.name, list(plain.ARGUMENTS))
         return cls(policy, dataclasses.replace(plain, **changed))
 
     def changed(self, text: str) -> Self:
@@ -113,62 +112,7 @@ class CacheSpec:
         return num_layers * num_key_value_heads * self.codec.bytes_per_token(head_dim)
 
 
-def _lookup(table: dict[str, Any], name: str, kind: str) -> Any:
-    if name in table:
-        return table[name]
-    close = difflib.get_close_matches(name, table, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    raise ConfigError(f"Unknown cache {kind} {name!r}.{hint} Known: {', '.join(table)}.")
-
-
-def _halves(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """Name and arguments of what stands before and behind the plus sign; one, or two.
-
-    The text is read as a Python expression, of which only names, calls with literal keyword
-    arguments, and one sum are allowed.
-    """
-    malformed = ConfigError(
-        "`cache` must read policy(name=value,...)+codec, for example "
-        f"'sliding_window(window=512)+int8'. Received: cache={text!r}."
-    )
-    try:
-        whole = ast.parse(text.strip(), mode="eval").body
-    except SyntaxError:
-        raise malformed from None
-    nodes = [whole]
-    if isinstance(whole, ast.BinOp) and isinstance(whole.op, ast.Add):
-        nodes = [whole.left, whole.right]
-    halves = []
-    for node in nodes:
-        call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
-        if not isinstance(call.func, ast.Name):
-            raise malformed
-        arguments = {}
-        for keyword in call.keywords:
-            try:
-                arguments[str(keyword.arg)] = ast.literal_eval(keyword.value)
-            except ValueError:
-                raise ConfigError(
-                    f"Expected name=value, received {ast.unparse(keyword)!r} in cache={text!r}."
-                ) from None
-        if call.args:
-            raise ConfigError(
-                f"Expected name=value, received {ast.unparse(call.args[0])!r} in cache={text!r}."
-            )
-        halves.append((call.func.id, arguments))
-    return halves
-
-
-def _known(arguments: dict[str, Any], owner: str, known: list[str]) -> dict[str, Any]:
-    """The arguments, if a policy or codec takes them.
-
-    Raises:
-        ConfigError: It does not; it suggests one that it takes.
-    """
-    for name in arguments:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            takes = ", ".join(known) or "no arguments"
-            raise ConfigError(f"{owner!r} has no {name!r}.{hint} It takes: {takes}.")
-    return arguments
+def _halves(text: str) -> list[NamedCall]:
+    """Name and arguments of what stands before and behind the plus sign; one, or two."""
+    form = "policy(name=value,...)+codec, for example 'sliding_window(window=512)+int8'"
+    return read_sum(text, "cache", form)

@@ -159,6 +159,8 @@ _FAMILIES = (
             "decoded": "tokens_decoded",
             "scored": "tokens_scored",
             "reused": "tokens_reused",
+            "guessed": "tokens_guessed",
+            "accepted": "tokens_accepted",
         },
     ),
     _one("prefix_lookups", "prefix_lookups"),

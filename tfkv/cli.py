@@ -203,6 +203,13 @@ def export(
         int, typer.Option(help="Most sessions a tenant may hold, 0 = any number.")
     ] = _DEFAULT.tenant_sessions,
     weights: Weights = _DEFAULT.weights,
+    speculation: Annotated[
+        str,
+        typer.Option(
+            help="Check several guessed tokens in a step, such as 'prompt_lookup(tokens=7)', for "
+            "answers that repeat their prompts."
+        ),
+    ] = _DEFAULT.speculation,
     xla: Annotated[bool, typer.Option(help="Compile with XLA.")] = _DEFAULT.xla,
     text: Annotated[
         bool, typer.Option("--text", help="Also `generate_text`, for callers without a tokenizer.")
@@ -237,6 +244,7 @@ def export(
         tenant_sessions=tenant_sessions,
         layer_caches=tuple(layer_cache or ()),
         weights=weights,
+        speculation=speculation,
         xla=xla,
         text=text,
     )

@@ -252,6 +252,9 @@ class EngineConfig:
         weights: What weight matrices are stored as, one of `WEIGHT_TYPES`. ``"int8"``: a scale for
             each output, and activations rounded to 15 bits a token; a quarter of the bytes, the
             fastest. ``"bfloat16"``: half of them, nothing else rounded.
+        speculation: Who guesses what a session says next, so that several tokens are checked in
+            one step, such as ``prompt_lookup(tokens=7,ngram=3)``; empty = nobody. Tokens are the
+            same; see docs/speculation.md for where it pays.
         xla: Whether prefill and decode are compiled with XLA.
         text: Whether the artifact has ``generate_text`` as well, text in and out; some 100 MB.
 
@@ -278,6 +281,7 @@ class EngineConfig:
     repeat: tuple[int, ...] = ()
     layer_caches: tuple[str, ...] = ()
     weights: str = "float32"
+    speculation: str = ""
     xla: bool = True
     text: bool = False
 

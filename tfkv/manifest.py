@@ -110,6 +110,8 @@ STATS = {
     "evictions": "cached pages that had to go",
     "tokens_prefilled": "tokens whose keys were filled by prefill",
     "tokens_decoded": "tokens sampled",
+    "tokens_guessed": "tokens that speculation guessed",
+    "tokens_accepted": "of those, sampled",
     "tokens_scored": "tokens scored",
     "replays": "rows answered wholly from history",
     "sessions_opened": "sessions created",
