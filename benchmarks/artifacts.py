@@ -26,6 +26,7 @@ ENGINES = {
     "long": EngineConfig(slots=2, capacity=4352),
     "long-int8": EngineConfig(slots=2, capacity=4352, cache="dense+int8"),
     "wide": _WIDE,
+    "wide-int8": dataclasses.replace(_WIDE, cache="dense+int8", weights="int8"),
     **{f"pages-{size}": dataclasses.replace(_WIDE, page_size=size) for size in (16, 32, 64, 128)},
     # In the bytes of four slots of full length, and the page that is nobody's.
     "many": EngineConfig(slots=64, capacity=2048, pool_bytes=(4 * 2048 + 64) * 46_080),

@@ -14,6 +14,7 @@ MODULES = {
     "engine": ("benchmarks.engine",),
     "caches": ("benchmarks.caches", "benchmarks.eviction"),
     "keras": ("benchmarks.families", "benchmarks.notebooks"),
+    "fast": ("benchmarks.fast",),
 }
 
 #: Called with a line about what is being done.
