@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import itertools
 import json
 import pathlib
@@ -120,6 +121,24 @@ def test_every_system_has_its_environment_its_weights_and_its_module() -> None:
         assert system.environment in {table.OWN, *table.ENVIRONMENTS}, name
         assert system.weights in own | set(FORMS), name
         assert (pathlib.Path(table.__file__).parent / f"{system.module}.py").exists(), name
+
+
+@pytest.mark.parametrize(
+    "module",
+    sorted({s.module for s in table.SYSTEMS.values() if s.environment != table.OWN})
+    + ["child", "protocol", "llamacpp_quantize"],
+)
+def test_what_runs_in_a_peers_environment_imports_nothing_of_ours(module: str) -> None:
+    path = pathlib.Path(table.__file__).parent / f"{module}.py"
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    ours = {name for name in names if name.startswith(("benchmarks", "tfkv"))}
+    allowed = ("benchmarks.peers.child", "benchmarks.peers.protocol.")
+    assert all(name.startswith(allowed) for name in ours), ours
 
 
 def test_a_peer_that_nothing_runs_is_reported_with_what_came_of_asking(
