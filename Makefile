@@ -69,7 +69,7 @@ format: $(LINT_VENV)/lint.stamp ## Applies ruff's fixes and format.
 figures: $(VENV)/test.stamp ## Measures the figures an issue promises: make figures [ISSUE=path].
 	$(VENV)/bin/python -m benchmarks.figures $(ISSUE)
 
-bench: $(VENV)/test.stamp ## Side-by-side runs against peers.
+bench: $(VENV)/test.stamp ## Prepares peers in their own environments, runs all on the same weights.
 	$(VENV)/bin/python -m benchmarks
 
 constraints: $(VENV)/test.stamp $(LINT_VENV)/lint.stamp ## Writes constraints.txt from what is installed.

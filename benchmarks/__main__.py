@@ -1,52 +1,61 @@
 """``python -m benchmarks``: decode and prefill rates beside those of peers, on one machine.
 
-Writes ``speed.json``, ``speed.md`` and ``speed.png`` to ``benchmarks/results/`` and prints the
-table. Runs of all systems take turns, so that noise falls on all of them.
+Prepares the peers, then runs one system at a time, each in a process of its own, in rounds, so
+that noise falls on all of them. Writes ``speed.json``, ``speed.md`` and plots to
+``benchmarks/results/`` and prints the tables.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
 import pathlib
 import sys
 from collections.abc import Sequence
 
 from rich.console import Console
 
-from tfkv import terminal
+from benchmarks import report, speed
+from benchmarks.peers.environments import probe
+from benchmarks.peers.run import cores
+from benchmarks.peers.table import SYSTEMS
 
 RESULTS = pathlib.Path(__file__).with_name("results")
+#: Context and rows of each case.
+SHAPES = ((100, 1), (1000, 1), (4000, 1), (512, 1), (512, 2), (512, 4), (512, 8))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the comparison; returns the exit code."""
     options = _parser().parse_args(arguments)
-    os.environ.setdefault("KERAS_BACKEND", "tensorflow")
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     console = Console(stderr=True, markup=False, highlight=False)
-    terminal.load_tensorflow()
-    from benchmarks import report, speed
-
-    cases = [(context, rows) for context in options.contexts for rows in options.batches]
-    with contextlib.ExitStack() as stack:
-        systems = speed.systems(stack, options.systems, console.print)
-        runs = speed.compare(systems, cases, options.repeats, console.print)
-    result = {"machine": speed.machine(), "runs": [run.to_dict() for run in runs]}
-    print(report.write(result, options.out))
+    threads = cores(options.threads)
+    found = speed.compare(options.systems, options.shapes, options.rounds, threads, console.print)
+    if options.systems == list(SYSTEMS):
+        found.absent |= probe(console.print)
+    print(report.write(found.to_dict(), options.out))
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    known = ("grpc", "in-process", "keras-nlp", "no-cache")
-    parser.add_argument("--systems", nargs="+", choices=known, default=list(known))
-    parser.add_argument("--contexts", nargs="+", type=int, default=[100, 1000, 4000])
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8])
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        type=_shape,
+        default=list(SHAPES),
+        metavar="CONTEXTxROWS",
+        help="tokens of a prompt, and rows of a batch or sessions of a server",
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
     return parser
+
+
+def _shape(text: str) -> tuple[int, int]:
+    context, _, rows = text.partition("x")
+    return int(context), int(rows or 1)
 
 
 if __name__ == "__main__":

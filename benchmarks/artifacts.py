@@ -26,6 +26,7 @@ ENGINES = {
     "long": EngineConfig(slots=2, capacity=4352),
     "long-int8": EngineConfig(slots=2, capacity=4352, cache="dense+int8"),
     "wide": _WIDE,
+    "wide-int8": dataclasses.replace(_WIDE, cache="dense+int8", weights="int8"),
     **{f"pages-{size}": dataclasses.replace(_WIDE, page_size=size) for size in (16, 32, 64, 128)},
     # In the bytes of four slots of full length, and the page that is nobody's.
     "many": EngineConfig(slots=64, capacity=2048, pool_bytes=(4 * 2048 + 64) * 46_080),
@@ -44,7 +45,7 @@ def prepare(name: str) -> pathlib.Path:
     Raises:
         subprocess.CalledProcessError: The export failed; its messages are on standard error.
     """
-    engine, directory = ENGINES[name], ROOT / "artifacts" / f"bench-{name}"
+    engine, directory = ENGINES[name], _directory(name)
     stamp = directory / _STAMP
     with contextlib.suppress(ArtifactError, OSError):
         manifest = Manifest.read(latest_version(directory))
@@ -54,7 +55,7 @@ def prepare(name: str) -> pathlib.Path:
     shutil.rmtree(directory, ignore_errors=True)
     # A process of its own: an export leaves gigabytes behind in the one it ran in.
     subprocess.run(
-        [sys.executable, "-m", "tfkv", "export", SOURCE, str(directory), *_options(engine)],
+        [sys.executable, "-m", "benchmarks.artifacts", name],
         check=True,
         stdout=subprocess.DEVNULL,
         cwd=ROOT,
@@ -63,18 +64,8 @@ def prepare(name: str) -> pathlib.Path:
     return directory
 
 
-def _options(engine: EngineConfig) -> list[str]:
-    """An engine as options of ``tfkv export``."""
-    options = []
-    for field in dataclasses.fields(engine):
-        value = getattr(engine, field.name)
-        option = f"--{field.name.replace('_', '-')}"
-        if isinstance(value, bool):
-            options.append(option if value else option.replace("--", "--no-", 1))
-        else:
-            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            options += [option, text]
-    return options
+def _directory(name: str) -> pathlib.Path:
+    return ROOT / "artifacts" / f"bench-{name}"
 
 
 def source_hash() -> str:
@@ -85,3 +76,9 @@ def source_hash() -> str:
             digest.update(str(path.relative_to(ROOT)).encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+if __name__ == "__main__":
+    from tfkv.export import export
+
+    export(SOURCE, _directory(sys.argv[1]), ENGINES[sys.argv[1]])

@@ -33,6 +33,14 @@ def gemm_rate() -> float:
     return 2 * size**3 / _best_seconds(lambda: product().numpy())
 
 
+def limits() -> dict[str, float]:
+    """Both, in the units of a report."""
+    return {
+        "read_gb_per_s": read_bandwidth() / 1e9,
+        "gemm_gflop_per_s": gemm_rate() / 1e9,
+    }
+
+
 def _best_seconds(run: Callable[[], object]) -> float:
     run()
     seconds = []

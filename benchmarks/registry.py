@@ -14,7 +14,7 @@ MODULES = {
     "engine": ("benchmarks.engine",),
     "caches": ("benchmarks.caches", "benchmarks.eviction"),
     "keras": ("benchmarks.families", "benchmarks.fine_tuning", "benchmarks.notebooks"),
-    "fast": ("benchmarks.fusions", "benchmarks.speculation"),
+    "fast": ("benchmarks.fast", "benchmarks.fusions", "benchmarks.speculation"),
 }
 
 #: Called with a line about what is being done.

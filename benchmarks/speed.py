@@ -1,229 +1,288 @@
-"""Decode and prefill rates of several systems on the same weights, taking turns."""
+"""Prefill and decode rates of several systems on the same weights, in turn, each in a process
+of its own.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import itertools
+import json
+import os
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-import numpy as np
-import tensorflow as tf
-
-from benchmarks import machine as limits
-from benchmarks import texts
-from benchmarks.artifacts import prepare
-from benchmarks.keras_nlp_peer import KerasNlpPeer, decode_rate
+from benchmarks.peers.environments import Absent, variables
+from benchmarks.peers.protocol import Answers, Case, CaseAnswer
+from benchmarks.peers.run import Prepared
+from benchmarks.peers.table import OWN, REFERENCE, ROOT, SYSTEMS, System
+from benchmarks.peers.weights import path_of
 from benchmarks.registry import Say
-from tfkv.causal_lm import CausalLM
-from tfkv.serving import Client, ServerProcess
 
-_CALL = 1024  # tokens of a row that one call carries
-_STEPS = 32
+#: Tokens decoded in each row, after the first.
+STEPS = 32
+#: Most seconds that one process may take for its cases.
+LIMIT = 1800.0
 
-#: One call of the artifact: signature and rows in, rows out.
-Call = Callable[[str, Sequence[Mapping[str, Any]]], Sequence[Mapping[str, Any]]]
+_OPEN = "import json; from benchmarks import machine; print(json.dumps(machine.limits()))"
 
 
-class System(Protocol):
-    """Something that is timed."""
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What a token of the model costs, and the text that is read.
 
-    name: str
+    Args:
+        weight_bytes: In float32.
+        cache_bytes_per_token: In float32.
+        flop_per_token: Of all matrices but the output matrix, which a prefill needs once.
+        flop_per_token_and_position: Of attention, for each position that a token looks at.
+        text: Token ids of real text.
+    """
 
-    def measure(self, context: int, rows: int) -> tuple[float, float] | None:
-        """Decode and prefill rate in tokens a second over all rows; None = not run here."""
+    weight_bytes: int
+    cache_bytes_per_token: int
+    flop_per_token: int
+    flop_per_token_and_position: int
+    text: list[int]
+
+    def decode_limit(self, system: System, context: int, rows: int, bandwidth: float) -> float:
+        """Tokens a second, if a step did nothing but read weights once and each row's cache.
+
+        Args:
+            system: Its bits of a weight and of a number in the cache count.
+            context: Tokens that each row holds.
+            rows: Rows of a step.
+            bandwidth: Bytes a second.
+        """
+        weights = self.weight_bytes * system.weight_bits / 32
+        cache = self.cache_bytes_per_token * system.cache_bits / 32 * context * rows
+        return rows * bandwidth / (weights + cache)
+
+    def prefill_limit(self, context: int, gemm: float) -> float:
+        """Tokens a second, if a prompt took its multiplications alone.
+
+        Args:
+            context: Tokens of the prompt; one looks at half of them.
+            gemm: FLOP a second.
+        """
+        return gemm / (self.flop_per_token + self.flop_per_token_and_position * context / 2)
+
+
+def read_facts(say: Say) -> Facts:
+    """See `Facts`."""
+    return Facts(**json.loads(path_of("facts", say).read_text(encoding="utf-8")))
 
 
 @dataclasses.dataclass
 class Run:
-    """What the repeats of one case came to; rates in tokens a second over all rows."""
+    """What the rounds of one case came to; rates in tokens a second over all rows.
+
+    Attributes:
+        agreed: Tokens that are those of `REFERENCE`, up to the first difference of each row.
+        compared: Tokens looked at.
+        reason: Why it was not run.
+    """
 
     system: str
     context: int
     rows: int
     decode: list[float] = dataclasses.field(default_factory=list)
     prefill: list[float] = dataclasses.field(default_factory=list)
+    warm_up_seconds: list[float] = dataclasses.field(default_factory=list)
+    agreed: int = 0
+    compared: int = 0
+    reason: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
-        """The run as data, with medians."""
-        medians = {
-            f"{name}_median": statistics.median(values) if values else None
-            for name, values in (("decode", self.decode), ("prefill", self.prefill))
-        }
-        return {**dataclasses.asdict(self), **medians}
+    def add(self, answer: CaseAnswer, reference: CaseAnswer | None) -> None:
+        """Adds a round."""
+        if answer.timing is None:
+            self.reason = answer.reason
+            return
+        timing = answer.timing
+        # A difference of two times, where it is one, may drown in noise.
+        if timing.decode_seconds > 0:
+            self.decode.append(timing.decode_tokens / timing.decode_seconds)
+        self.prefill.append(timing.prefill_tokens / timing.prefill_seconds)
+        self.warm_up_seconds.append(answer.warm_up_seconds)
+        if reference is not None and reference.timing is not None:
+            for mine, other in zip(timing.tokens, reference.timing.tokens, strict=True):
+                self.agreed += agreement(mine, other)
+                self.compared += min(len(mine), len(other))
+
+    def median(self, phase: str) -> float | None:
+        """Of ``decode`` or ``prefill``; None where it was not run."""
+        rates = self.decode if phase == "decode" else self.prefill
+        return statistics.median(rates) if rates else None
 
 
-class Artifact:
-    """An exported artifact, behind gRPC or in this process.
+@dataclasses.dataclass
+class Process:
+    """What a system's processes took, one a round."""
 
-    Args:
-        name: Which of the two.
-        call: Calls it.
+    about: dict[str, str] = dataclasses.field(default_factory=dict)
+    load_seconds: list[float] = dataclasses.field(default_factory=list)
+    peak_mb: list[float] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class Comparison:
+    """All of it.
+
+    Attributes:
+        machine: ``read_gb_per_s`` and ``gemm_gflop_per_s``, one value a round.
+        threads: That computed.
+        beside: Load of the machine before each round, without ours.
+        runs: By system, context and rows.
+        processes: By system.
+        absent: System to why it is not there.
     """
 
-    def __init__(self, name: str, call: Call) -> None:
-        self.name = name
-        self._call = call
-        self._serial = itertools.count()
+    facts: Facts
+    threads: int
+    machine: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    beside: list[float] = dataclasses.field(default_factory=list)
+    runs: dict[tuple[str, int, int], Run] = dataclasses.field(default_factory=dict)
+    processes: dict[str, Process] = dataclasses.field(default_factory=dict)
+    absent: dict[str, str] = dataclasses.field(default_factory=dict)
 
-    def measure(self, context: int, rows: int) -> tuple[float, float]:
-        """See `System.measure`."""
-        serial = next(self._serial)
-        names = [f"speed-{self.name}-{serial}-{row}" for row in range(rows)]
-        text = texts.real_text()[:context].tolist()
-        start = time.perf_counter()
-        self._prefill(names, text)
-        middle = time.perf_counter()
-        # Each call names the position it has reached; the first token was sampled above.
-        for done in range(0, _STEPS, 16):
-            self._all_ok(
-                {"session_id": name, "position": context + 1 + done, "max_new_tokens": 16}
-                for name in names
-            )
-        end = time.perf_counter()
-        self._call("close", [{"session_id": name} for name in names])
-        return _STEPS * rows / (end - middle), context * rows / (middle - start)
+    def limit(self, name: str) -> float:
+        """A limit of the machine, the best of its measurements."""
+        return max(self.machine[name])
 
-    def _prefill(self, names: Sequence[str], text: list[int]) -> None:
-        # One row a call: what a batch prefills is bounded, and rows past that come back.
-        for name in names:
-            for first in range(0, len(text), _CALL):
-                piece = text[first : first + _CALL]
-                last = first + _CALL >= len(text)
-                self._all_ok(
-                    [
-                        {
-                            "session_id": name,
-                            "tokens": piece,
-                            "position": first,
-                            "max_new_tokens": int(last),
-                        }
-                    ]
-                )
-
-    def _all_ok(self, rows: Any) -> None:
-        calls = [{**row, "stop_tokens": [-1] * 8} for row in rows]
-        for answer in self._call("generate", calls):
-            if answer["status"]:
-                raise RuntimeError(f"A row was refused: {answer}.")
-
-
-class KerasNlp:
-    """keras-nlp's ``generate``, compiled with XLA."""
-
-    name = "keras-nlp"
-
-    def __init__(self) -> None:
-        self._peer = KerasNlpPeer(texts.model())
-        self._compiled: set[tuple[int, int]] = set()
-
-    def measure(self, context: int, rows: int) -> tuple[float, float] | None:
-        """See `System.measure`; the prefill rate includes one decode step."""
-        heads = texts.model().config.num_query_heads
-        if rows * heads * context**2 * 4 > 2e9:
-            return None  # the scores of one layer's prefill alone would take gigabytes
-        text = texts.real_text()
-        if (context, rows) not in self._compiled:
-            self._peer.generate([text[:context]] * rows, context + _STEPS)
-            self._compiled.add((context, rows))
-        seconds = self._peer.decode_seconds(text, context, _STEPS, rows)
-        decode = decode_rate([seconds], _STEPS, rows)
-        start = time.perf_counter()
-        self._peer.generate([text[: context + _STEPS - 1]] * rows, context + _STEPS)
-        return decode, (context + _STEPS) * rows / (time.perf_counter() - start)
-
-
-class NoCache:
-    """The whole text anew for each token, as `tfkv.generation.generate_without_cache` does."""
-
-    name = "no-cache"
-
-    def __init__(self) -> None:
-        source = texts.model()
-        self._model = CausalLM.from_weights(source.config, source.weights)
-        self._step = tf.function(self._next, jit_compile=True)
-        self._compiled: set[tuple[int, int]] = set()
-
-    def _next(self, text: tf.Tensor) -> tf.Tensor:
-        hidden, _ = self._model.hidden_states(text)
-        return tf.argmax(self._model.logits(hidden[:, -1]), axis=-1)
-
-    def measure(self, context: int, rows: int) -> tuple[float, float] | None:
-        """See `System.measure`; a token costs a prefill."""
-        if context * rows > 4096:
+    def share(self, run: Run, phase: str) -> float | None:
+        """Of the machine's limit: read bandwidth for decode, GEMM rate for prefill."""
+        rate = run.median(phase)
+        if rate is None:
             return None
-        text = tf.constant(np.tile(texts.real_text()[:context], [rows, 1]))
-        if (context, rows) not in self._compiled:
-            self._step(text)
-            self._compiled.add((context, rows))
-        start = time.perf_counter()
-        self._step(text).numpy()
-        seconds = time.perf_counter() - start
-        return rows / seconds, context * rows / seconds
+        if phase == "prefill":
+            gemm = self.limit("gemm_gflop_per_s") * 1e9
+            return rate / self.facts.prefill_limit(run.context, gemm)
+        bandwidth = self.limit("read_gb_per_s") * 1e9
+        # Half of the decoded tokens are there on average.
+        held = run.context + STEPS // 2
+        return rate / self.facts.decode_limit(SYSTEMS[run.system], held, run.rows, bandwidth)
+
+    def rate(self, system: str, context: int, rows: int = 1, phase: str = "decode") -> float:
+        """A median rate.
+
+        Raises:
+            Absent: It was not measured.
+        """
+        run = self.runs.get((system, context, rows))
+        rate = run.median(phase) if run else None
+        if rate is None:
+            raise Absent(f"{system}: {self.absent.get(system) or (run and run.reason)}")
+        return rate
+
+    def add(self, name: str, answers: Answers, reference: Answers | None) -> None:
+        """Adds what a process said."""
+        process = self.processes.setdefault(name, Process())
+        process.about = answers.about
+        process.load_seconds.append(answers.load_seconds)
+        process.peak_mb.append(answers.peak_mb)
+        others = reference.cases if reference else [None] * len(answers.cases)
+        for answer, other in zip(answers.cases, others, strict=True):
+            key = (name, answer.context, answer.rows)
+            self.runs.setdefault(key, Run(*key)).add(answer, other)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As data, with medians and shares."""
+        runs = [
+            {
+                **dataclasses.asdict(run),
+                **{f"{phase}_median": run.median(phase) for phase in ("decode", "prefill")},
+                **{f"{phase}_share": self.share(run, phase) for phase in ("decode", "prefill")},
+                "server": SYSTEMS[run.system].server,
+            }
+            for run in self.runs.values()
+        ]
+        return {
+            "machine": self.machine,
+            "threads": self.threads,
+            "load_before_rounds": self.beside,
+            "runs": runs,
+            "processes": {n: dataclasses.asdict(p) for n, p in self.processes.items()},
+            "absent": self.absent,
+        }
 
 
-def systems(stack: contextlib.ExitStack, names: Sequence[str], say: Say) -> list[System]:
-    """Starts what is asked for; all of it ends with the stack."""
-    found: list[System] = []
-    if {"grpc", "in-process"} & set(names):
-        say("Exporting, unless it has been done ...")
-        directory = prepare("wide")
-    if "grpc" in names:
-        say("Starting the server ...")
-        server = stack.enter_context(ServerProcess(directory))
-        client = stack.enter_context(Client(server.target, artifact=directory))
-        found.append(Artifact("grpc", client.call))
-    if "in-process" in names:
-        found.append(Artifact("in-process", _in_process(stack, directory)))
-    if "keras-nlp" in names:
-        found.append(KerasNlp())
-    if "no-cache" in names:
-        found.append(NoCache())
-    return found
-
-
-def _in_process(stack: contextlib.ExitStack, directory: Any) -> Call:
-    from tfkv.export import LoadedArtifact
-    from tfkv.manifest import latest_version
-    from tfkv.serving import Contract
-
-    artifact = stack.enter_context(LoadedArtifact(latest_version(directory)))
-    contract = Contract.of_manifest(artifact.manifest)
-
-    def call(signature: str, rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-        answer = artifact.call(signature, **contract.encode(signature, rows))
-        return contract.decode(signature, answer, len(rows))
-
-    return call
+def agreement(mine: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens up to the first that differs."""
+    pairs = zip(mine, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(mine), len(other)))
 
 
 def compare(
-    systems: Sequence[System], cases: Sequence[tuple[int, int]], repeats: int, say: Say
-) -> list[Run]:
-    """Every case on every system, in turn; the first round of a case warms up."""
-    runs: list[Run] = []
-    for context, rows in cases:
-        case = {system.name: Run(system.name, context, rows) for system in systems}
-        for repeat in range(repeats + 1):
-            say(f"context {context}, batch {rows}: round {repeat} of {repeats}")
-            for system in systems:
-                rates = system.measure(context, rows)
-                if rates is not None and repeat:
-                    case[system.name].decode.append(rates[0])
-                    case[system.name].prefill.append(rates[1])
-        runs += case.values()
-    return runs
+    names: Sequence[str],
+    shapes: Sequence[tuple[int, int]],
+    rounds: int,
+    threads: int,
+    say: Say,
+) -> Comparison:
+    """Every system in every round, one at a time.
+
+    Args:
+        names: Keys of `SYSTEMS`.
+        shapes: Context and rows of each case. A server takes its rows from as many callers.
+        rounds: How often; a process of its own each time.
+        threads: That compute; see `benchmarks.peers.run.cores`.
+        say: Told how far it is.
+    """
+    known = read_facts(say)
+    found = Comparison(known, threads)
+    prepared: dict[str, Prepared] = {}
+    for name in names:
+        try:
+            prepared[name] = Prepared(name, SYSTEMS[name], say)
+        except Absent as error:
+            say(f"{name} is absent: {error}")
+            found.absent[name] = str(error)
+    text = _pieces(known.text)
+    for turn in range(rounds):
+        found.beside.append(os.getloadavg()[0])
+        for limit, value in _limits(threads).items():
+            found.machine.setdefault(limit, []).append(value)
+        cases = [cases_of(text, *shape) for shape in shapes]
+        reference: Answers | None = None
+        for name, system in list(prepared.items()):
+            say(f"round {turn + 1} of {rounds}: {name}")
+            try:
+                answers = system.run(cases, STEPS, threads, LIMIT)
+            except Absent as error:
+                say(f"{name} is absent: {error}")
+                found.absent[name] = str(error)
+                del prepared[name]
+                continue
+            reference = answers if name == REFERENCE else reference
+            found.add(name, answers, reference)
+    return found
 
 
-def machine() -> dict[str, float]:
-    """What bounds these rates on this machine."""
-    bandwidth, gemm = limits.read_bandwidth(), limits.gemm_rate()
-    weights = sum(array.nbytes for array in texts.model().weights.values())
-    return {
-        "read_gb_per_s": bandwidth / 1e9,
-        "gemm_gflop_per_s": gemm / 1e9,
-        "decode_limit_batch_1_short": bandwidth / weights,
-    }
+def _pieces(text: Sequence[int]) -> Iterator[int]:
+    while True:
+        yield from text
+
+
+def cases_of(text: Iterator[int], context: int, rows: int) -> Case:
+    """A case of the next tokens of a text, no two rows alike: a prefix cache finds nothing."""
+
+    def take() -> list[list[int]]:
+        return [[next(text) for _ in range(context)] for _ in range(rows)]
+
+    return Case(take(), take())
+
+
+def _limits(threads: int) -> dict[str, float]:
+    command = [sys.executable, "-c", _OPEN]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=variables(OWN, threads),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        check=True,
+        text=True,
+    )
+    limits: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return limits
