@@ -79,7 +79,7 @@ class LlamaCppServer:
             "id_slot": slot,
             "cache_prompt": True,
             "temperature": 0,
-            "samplers": [],
+            "top_k": 1,
             "ignore_eos": True,
             "return_tokens": True,
         }
