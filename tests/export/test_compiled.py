@@ -171,20 +171,22 @@ def _call(engine: Engine, rows: int) -> tuple:
 
 
 @pytest.mark.parametrize(
-    ("cache", "rows"),
+    ("cache", "rows", "speculation"),
     [
-        ("dense", 4),
-        ("dense+int8", 1),
-        ("sliding_window(window=2000, sinks=4)", 1),
-        ("k4v4(recent=512)", 1),
-        ("k4v4(recent=512)", 4),
+        ("dense", 4, ""),
+        ("dense", 4, "prompt_lookup(tokens=3)"),
+        ("dense+int8", 1, ""),
+        ("sliding_window(window=2000, sinks=4)", 1, ""),
+        ("k4v4(recent=512)", 1, ""),
+        ("k4v4(recent=512)", 4, ""),
     ],
 )
-def test_no_copy_of_a_pool_or_of_a_sessions_cache(hlo, cache, rows):
+def test_no_copy_of_a_pool_or_of_a_sessions_cache(hlo, cache, rows, speculation):
     """In the whole computation, prefill and decode: the pool is updated in place, and nothing
     as large as one layer of one session's keys is copied or transposed."""
     config = dataclasses.replace(CONFIG, num_layers=6, context_length=4096)
     settings = {"cache": cache, "capacity": 2048, "page_size": 64, "slots": 4}
+    settings["speculation"] = speculation
     engine = Engine(
         config,
         tiny_model.make_weights(config),
