@@ -240,6 +240,9 @@ def test_refuses_what_cannot_be_served(tmp_path: pathlib.Path):
         export_keras(decoder(slack=0), tmp_path)
     with pytest.raises(ConfigError, match="`context_length` must say how long"):
         export_keras(decoder(["sliding_window(window=4)"]), tmp_path)
+    guessing = dataclasses.replace(ENGINE, speculation="prompt_lookup(tokens=3)")
+    with pytest.raises(ConfigError, match="do not speculate"):
+        export_keras(decoder(), tmp_path, guessing)
     model = translator()
     cached = CachedModel(model, lambda tokens, _, given: model([given["source"], tokens]))
     with pytest.raises(ConfigError, match="an artifact's calls give none"):
