@@ -32,7 +32,8 @@ TESTS_legacy_keras := $(addprefix tests/layers/test_,cached_cross_attention.py \
 test-legacy_keras: export TFKV_KERAS = tf_keras
 TEST_GROUPS := export_e others export_a-d layers export legacy_keras
 pytest = $(if $(PYTEST_ARGS),$(VENV)/bin/pytest $(1) $(PYTEST_ARGS),$(MAKE) --no-print-directory \
-	--jobs=2 --keep-going --output-sync=target PYTEST='pytest $(1)' $(addprefix test-,$(TEST_GROUPS)))
+	--jobs=2 --keep-going --output-sync=target \
+	PYTEST='pytest $(1) --durations=8 --durations-min=5' $(addprefix test-,$(TEST_GROUPS)))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
