@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import pathlib
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -29,7 +30,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     console = Console(stderr=True, markup=False, highlight=False)
     threads = cores(options.threads)
-    found = speed.compare(options.systems, options.shapes, options.rounds, threads, console.print)
+    # Whoever ends this process ends what it has started, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    found = speed.compare(
+        options.systems,
+        options.shapes,
+        options.rounds,
+        threads,
+        console.print,
+        lambda so_far: report.write(so_far.to_dict(), options.out),
+    )
     if options.systems == list(SYSTEMS):
         found.absent |= probe(console.print)
     print(report.write(found.to_dict(), options.out))

@@ -10,7 +10,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from benchmarks.peers.environments import Absent, variables
@@ -219,6 +219,7 @@ def compare(
     rounds: int,
     threads: int,
     say: Say,
+    after_round: Callable[[Comparison], object] = lambda found: None,
 ) -> Comparison:
     """Every system in every round, one at a time.
 
@@ -228,6 +229,7 @@ def compare(
         rounds: How often; a process of its own each time.
         threads: That compute; see `benchmarks.peers.run.cores`.
         say: Told how far it is.
+        after_round: Given what there is so far.
     """
     known = read_facts(say)
     found = Comparison(known, threads)
@@ -256,6 +258,7 @@ def compare(
                 continue
             reference = answers if name == REFERENCE else reference
             found.add(name, answers, reference)
+        after_round(found)
     return found
 
 

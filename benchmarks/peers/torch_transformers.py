@@ -6,6 +6,7 @@ Without ``generate`` around it, which costs a few milliseconds a step and could 
 from __future__ import annotations
 
 import contextlib
+import pathlib
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -78,9 +79,21 @@ class Transformers:
         return transformers.DynamicCache(config=config)
 
 
+def _unlock() -> None:
+    """Takes away what a process that was ended while it compiled quanto's extension left behind:
+    others would wait for it for ever. One system runs at a time, so that nobody holds it.
+    """
+    from optimum import quanto
+
+    folder = pathlib.Path(quanto.__file__).parent / "library" / "extensions" / "cpp" / "build"
+    (folder / "lock").unlink(missing_ok=True)
+
+
 @contextlib.contextmanager
 def open_system(job: Job) -> Iterator[Transformers]:
     """Loads it."""
+    if job.settings["cache"] == "quantized":
+        _unlock()
     yield Transformers(job)
 
 
