@@ -30,8 +30,7 @@ TESTS_legacy_keras := $(addprefix tests/layers/test_,cached_cross_attention.py \
 	tests/export/test_exporter.py::test_smallest_engine_exports_and_verifies \
 	tests/export/test_keras_exporter.py
 test-legacy_keras: export TFKV_KERAS = tf_keras
-# Those that take longest begin first.
-TEST_GROUPS := export others export_e layers export_a-d legacy_keras
+TEST_GROUPS := export_e others export_a-d layers export legacy_keras
 pytest = $(if $(PYTEST_ARGS),$(VENV)/bin/pytest $(1) $(PYTEST_ARGS),$(MAKE) --no-print-directory \
 	--jobs=2 --keep-going --output-sync=target \
 	PYTEST='pytest $(1) --durations=8 --durations-min=5' $(addprefix test-,$(TEST_GROUPS)))
