@@ -20,10 +20,21 @@ from tfkv.export.importers import ModelSource
 
 LOOKUP = "prompt_lookup(tokens=4,ngram=2,shortest=1)"
 
-_SLOW = ("layers", "h2o", "stream", "exact", "evict", "evict_heads", "kvzip", "int8")
+_SLOW = (
+    "plain",
+    "kivi",
+    "layers",
+    "h2o",
+    "stream",
+    "exact",
+    "evict",
+    "evict_heads",
+    "kvzip",
+    "int8",
+)
 #: Engines whose caches must not notice, and layers that have caches of their own.
 KINDS = [
-    *("plain", "window", "kivi"),
+    "window",
     *(pytest.param(kind, marks=pytest.mark.slow) for kind in _SLOW),
 ]
 
