@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Mapping
 
 from benchmarks import speed
-from benchmarks.bars import Measurement
+from benchmarks.bars import HOLDS, Measurement, read_bars
 from benchmarks.peers.environments import Absent
 from benchmarks.peers.run import cores
 from benchmarks.peers.table import SYSTEMS
@@ -21,11 +23,8 @@ _OURS, _INT8, _GRPC = "tfkv", "tfkv int8", "tfkv gRPC"
 _KERAS_NLP = "keras-nlp"
 _LLAMA, _LLAMA_Q8 = "llama.cpp f32, KV f32", "llama.cpp q8_0, KV q8_0"
 _SYSTEMS = (_OURS, _INT8, _GRPC, _KERAS_NLP, _LLAMA, _LLAMA_Q8)
-#: What a float32 step must reach of the limit at context 100: the bar of `share_of_limit_100`.
-_SHARE = 0.8
-#: What int8 must reach of float32 at one row, before its batches are a measure: the bar of
-#: `int8_vs_own_f32_b1`.
-_INT8_GAIN = 1.5
+
+_BARS = {bar.name: bar for bar in read_bars()}
 
 
 @measures(
@@ -56,11 +55,10 @@ def figures(found: speed.Comparison) -> dict[str, Measurement]:
             f"fast.vs_keras_nlp_{context}": _ratio(found, _OURS, _KERAS_NLP, (context, 1)),
             f"fast.vs_llamacpp_q8_{context}": _ratio(found, _INT8, _LLAMA_Q8, (context, 1)),
         }
-    holds = values["fast.share_of_limit_100"].value >= _SHARE
+    holds = _holds("fast.share_of_limit_100", values)
     for name, shape in (("b1", _ONE), ("b8", _EIGHT)):
         values[f"fast.int8_vs_own_f32_{name}"] = _int8(found, shape, holds)
-    one = values["fast.int8_vs_own_f32_b1"].value
-    values["fast.batch8_vs_batch1"] = _batch(found, one >= _INT8_GAIN)
+    values["fast.batch8_vs_batch1"] = _batch(found, _holds("fast.int8_vs_own_f32_b1", values))
     values["fast.grpc_vs_inprocess_b8"] = _ratio(found, _GRPC, _OURS, _EIGHT)
     values["fast.prefill_share_of_gemm_1k"] = _share(found, (1000, 1), "prefill")
     ratios = [_ratio(found, _OURS, _LLAMA, (context, 1), "prefill") for context in _CONTEXTS]
@@ -68,6 +66,10 @@ def figures(found: speed.Comparison) -> dict[str, Measurement]:
     note = "; ".join(f"{c}: {r.note}" for c, r in zip(_CONTEXTS, ratios, strict=True))
     values["fast.prefill_vs_llamacpp_f32"] = Measurement(worst.value, note=note)
     return values
+
+
+def _holds(name: str, values: Mapping[str, Measurement]) -> bool:
+    return _BARS[name].verdict(values[name]) == HOLDS
 
 
 def _share(found: speed.Comparison, shape: tuple[int, int], phase: str) -> Measurement:
@@ -100,8 +102,9 @@ def _int8(found: speed.Comparison, shape: tuple[int, int], holds: bool) -> Measu
     except Absent as error:
         return Measurement(float("nan"), note=str(error))
     bandwidth = found.limit("read_gb_per_s") * 1e9
-    bar = _SHARE * found.facts.decode_limit(SYSTEMS[_OURS], *shape, bandwidth)
-    note = f"{rate:.1f} against {bar:.1f} tokens/s, {_SHARE:.0%} of float32's limit"
+    share = _BARS["fast.share_of_limit_100"].limit({}) or math.nan
+    bar = share * found.facts.decode_limit(SYSTEMS[_OURS], *shape, bandwidth)
+    note = f"{rate:.1f} against {bar:.1f} tokens/s, {share:.0%} of float32's limit"
     return Measurement(rate / bar, note=note)
 
 

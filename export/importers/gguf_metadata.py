@@ -23,6 +23,11 @@ class Metadata:
         self._fields = reader.fields
         self._values: dict[str, Any] = {}  # a vocabulary takes a while to decode
 
+    @property
+    def architecture(self) -> str:
+        """Of the model, as llama.cpp calls it; its own keys begin with it."""
+        return str(self.get("general.architecture", str))
+
     def find(self, key: str) -> Any:
         """The value, or ``None`` where the file has no such key."""
         if key not in self._values:

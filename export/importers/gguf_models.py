@@ -44,15 +44,15 @@ class GgufModel:
         model: Its class in `transformers`.
         paired: Whether rows of queries and keys are stored for RoPE over neighbouring pairs.
         names: Tensors of a block that are called otherwise than in Llama.
-        more: Settings of a ``config.json`` that only this architecture has.
-        read: Key suffixes that `more` reads, which other architectures must not set.
+        windowed: Whether layers have the window that a file gives; others must not give one.
+        more: Further settings of a ``config.json`` that only this architecture has.
     """
 
     model: str
     paired: bool = False
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    windowed: bool = False
     more: Callable[[Find], Mapping[str, Any]] = lambda find: {}
-    read: tuple[str, ...] = ()
 
     @property
     def declared(self) -> Model:
@@ -81,16 +81,12 @@ def _gemma2(find: Find) -> dict[str, Any]:
     return {
         "attn_logit_softcapping": find("attn_logit_softcapping"),
         "final_logit_softcapping": find("final_logit_softcapping"),
-        "sliding_window": find("attention.sliding_window"),
         "query_pre_attn_scalar": _scaled_by(find, of_27b=46),
     }
 
 
 def _gemma3(find: Find) -> dict[str, Any]:
-    return {
-        "sliding_window": find("attention.sliding_window"),
-        "query_pre_attn_scalar": _scaled_by(find, of_27b=62),
-    }
+    return {"query_pre_attn_scalar": _scaled_by(find, of_27b=62)}
 
 
 def _scaled_by(find: Find, of_27b: int) -> int:
@@ -100,23 +96,16 @@ def _scaled_by(find: Find, of_27b: int) -> int:
     return width if find("block_count") == of_27b else int(find("attention.key_length") or width)
 
 
-def _window(find: Find) -> dict[str, Any]:
-    return {"sliding_window": find("attention.sliding_window")}
-
-
-_GEMMA_NAMES: dict[str, Any] = {
-    "names": _NORMS_ON_BOTH_SIDES,
-    "read": ("attention.sliding_window",),
-}
+_GEMMA_2: dict[str, Any] = {"names": _NORMS_ON_BOTH_SIDES, "windowed": True}
 
 #: A new architecture adds its line here.
 GGUF_MODELS: dict[str, GgufModel] = {
     "llama": GgufModel("LlamaForCausalLM", paired=True),
     "qwen2": GgufModel("Qwen2ForCausalLM"),
     "qwen3": GgufModel("Qwen3ForCausalLM"),
-    "phi3": GgufModel("Phi3ForCausalLM", more=_window, read=("attention.sliding_window",)),
+    "phi3": GgufModel("Phi3ForCausalLM", windowed=True),
     "smollm3": GgufModel("SmolLM3ForCausalLM", paired=True),
     "gemma": GgufModel("GemmaForCausalLM"),
-    "gemma2": GgufModel("Gemma2ForCausalLM", more=_gemma2, **_GEMMA_NAMES),
-    "gemma3": GgufModel("Gemma3ForCausalLM", more=_gemma3, **_GEMMA_NAMES),
+    "gemma2": GgufModel("Gemma2ForCausalLM", more=_gemma2, **_GEMMA_2),
+    "gemma3": GgufModel("Gemma3ForCausalLM", more=_gemma3, **_GEMMA_2),
 }

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Self
 
 from tfkv.errors import ModelSourceError
+from tfkv.export.importers.tokenizer_json import to_json
 
 if TYPE_CHECKING:
     from tokenizers.models import Model
@@ -106,7 +107,7 @@ class SentencePieceVocabulary:
             ModelSourceError: Two pieces have the same text, or none stands for what is unknown.
         """
         import tokenizers
-        from tokenizers import decoders, processors
+        from tokenizers import decoders
 
         ids = {piece.text: index for index, piece in enumerate(self.pieces)}
         if len(ids) != len(self.pieces):
@@ -120,23 +121,11 @@ class SentencePieceVocabulary:
         if self.add_prefix_space:
             steps.append(decoders.Strip(" ", 1, 0))
         tokenizer.decoder = decoders.Sequence(steps)
-        tokenizer.add_special_tokens(
-            [piece.text for piece in self.pieces if piece.kind in (UNKNOWN, CONTROL)]
-        )
-        tokenizer.add_tokens(
-            [
-                tokenizers.AddedToken(piece.text, normalized=False)
-                for piece in self.pieces
-                if piece.kind == USER_DEFINED
-            ]
-        )
-        if self.bos is not None:
-            tokenizer.post_processor = processors.TemplateProcessing(
-                single=[self.bos, "$A"],
-                pair=[self.bos, "$A", self.bos, "$B:1"],
-                special_tokens=[(self.bos, ids[self.bos])],
-            )
-        return tokenizer.to_str()
+        special = self._texts(UNKNOWN, CONTROL)
+        return to_json(tokenizer, ids, special, self._texts(USER_DEFINED), self.bos)
+
+    def _texts(self, *kinds: int) -> list[str]:
+        return [piece.text for piece in self.pieces if piece.kind in kinds]
 
     def _model(self, ids: dict[str, int]) -> Model:
         from tokenizers import models

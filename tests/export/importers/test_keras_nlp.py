@@ -1,16 +1,14 @@
 import dataclasses
-import io
 import json
 
 import keras
 import keras_hub
 import numpy as np
 import pytest
-import sentencepiece
 import tensorflow as tf
 import tokenizers
+from test_sentence_piece import KINDS, train
 
-from tfkv import sample_text
 from tfkv.errors import ModelSourceError
 from tfkv.export.importers import load
 from tfkv.export.importers.keras_nlp import from_keras_nlp, to_keras_nlp
@@ -252,27 +250,6 @@ def test_tokenizers_that_cut_as_gpt2_come_along(name, special):
     assert source.stop_tokens == (words.index(special[-1]),)
 
 
-def sentence_piece(bos: str, eos: str) -> bytes:
-    """A model of SentencePiece with the control tokens that a tokenizer class asks for."""
-    written = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(sample_text.language_reference()[:20_000].split("\n")),
-        model_writer=written,
-        vocab_size=420,
-        model_type="bpe",
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        pad_id=3,
-        pad_piece="<pad>",
-        bos_piece=bos,
-        eos_piece=eos,
-        minloglevel=2,
-        num_threads=1,
-    )
-    return written.getvalue()
-
-
 @pytest.mark.parametrize(
     ("family", "bos", "eos"),
     [
@@ -283,9 +260,11 @@ def sentence_piece(bos: str, eos: str) -> bytes:
     ],
 )
 def test_tokenizers_of_sentencepiece_come_along(family, bos, eos):
-    tokenizer = getattr(keras_hub.tokenizers, f"{family}Tokenizer")(sentence_piece(bos, eos))
+    control = {"pad_id": 3, "pad_piece": "<pad>", "bos_piece": bos, "eos_piece": eos}
+    proto = train(**KINDS["llama"], **control)
+    tokenizer = getattr(keras_hub.tokenizers, f"{family}Tokenizer")(proto)
     preprocessor = keras_hub.models.LlamaCausalLMPreprocessor(tokenizer, add_end_token=False)
-    model = keras_hub.models.LlamaCausalLM(backbone(vocabulary_size=420), preprocessor)
+    model = keras_hub.models.LlamaCausalLM(backbone(vocabulary_size=400), preprocessor)
     source = from_keras_nlp(model)
     converted = tokenizers.Tokenizer.from_str(source.tokenizer_json)
     for text in ("The value of x", "  two  spaces", "naïve 漢字 123"):
